@@ -50,7 +50,7 @@ def sampled_ranges(observed: Sequence[tuple[int, int]], count: int) -> list[tupl
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-class Elsewhere:
+class RemoteRow:
     """Stands for a response's per-token values that this rank does not have; its length is L."""
 
     def __init__(self, length: int) -> None:
@@ -79,7 +79,7 @@ class Response:
     """One response to a prompt, with the versions of the weights that generated it.
 
     The arrays are on the rank `owner` and on rank 0, which writes files; every other rank has an
-    `Elsewhere` in their place, and an empty text.
+    `RemoteRow` in their place, and an empty text.
 
     A conversation with an environment is one response: the turns of the policy, with an observation
     after each turn but the last. Everything that is counted or divided by (t, L, means, limits of

@@ -113,18 +113,18 @@ def learning_rate_at(update: int, settings: ActorSettings) -> float:
     above 0); then the rate is constant, or decays linearly or by a cosine to the minimum at the
     last update.
     """
-    done = update + 1
+    optimizer, done = settings.optimizer, update + 1
     if done <= settings.warmup_updates:
-        return settings.learning_rate * done / settings.warmup_updates
+        return optimizer.learning_rate * done / settings.warmup_updates
     span = max(1, settings.total_updates - settings.warmup_updates)
     progress = min(1.0, (done - settings.warmup_updates) / span)
     remaining = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }[settings.decay]
-    lowest = settings.min_learning_rate if settings.decay != "constant" else 0.0
-    return lowest + (settings.learning_rate - lowest) * remaining
+    }[optimizer.decay]
+    lowest = optimizer.min_learning_rate if optimizer.decay != "constant" else 0.0
+    return lowest + (optimizer.learning_rate - lowest) * remaining
 
 
 # Returns the reason for not running the optimizer step, or None to run it. The statistics are those
@@ -210,7 +210,10 @@ class MegatronActor:
             self.chunks = build_chunks(self.shape, settings=settings, topology=topology)
             load_model(self.chunks, shape=self.shape, topology=topology, folder=model_folder)
             if settings.lora:
-                add_adapters(self.chunks, settings.lora, shape=self.shape, topology=topology)
+                add_adapters(
+                    self.chunks, settings.lora, seed=settings.seed,
+                    shape=self.shape, topology=topology,
+                )  # fmt: skip
                 load_adapters(
                     self.chunks, settings.lora, shape=self.shape, topology=topology,
                     model=model_folder,
@@ -293,17 +296,17 @@ class MegatronActor:
                 classes=minibatch.classes,
                 topology=self.topology,
             )
-            if power := self.settings.effective_samples_power:
+            if power := self.settings.optimizer.effective_samples_power:
                 rate *= statistics.everything().effective_sample_fraction() ** power
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
-                group["weight_decay"] = self.settings.weight_decay * group["wd_mult"]
+                group["weight_decay"] = self.settings.optimizer.weight_decay * group["wd_mult"]
             result = take_step(
                 self.optimizer,
                 self.ddp_chunks,
                 statistics,
                 rate=rate,
-                max_grad_norm=self.settings.max_grad_norm,
+                max_grad_norm=self.settings.optimizer.max_grad_norm,
                 rule=rule,
             )
             if result.stopped is None:  # skipped updates are included: row i belongs to epoch i
@@ -311,7 +314,7 @@ class MegatronActor:
         if result.done:
             self.updates += 1
             self.is_initial = False
-        return replace(result, routes=self.routing.take_counts())
+        return replace(result, routes=self.routing.pop_counts())
 
     def named_parameters_local(self) -> Mapping[str, LocalWeight]:
         """Return this rank's parameters by Megatron name, prefixed by `chunk{i}.` if several.
@@ -320,7 +323,7 @@ class MegatronActor:
         """
         if (lora := self.settings.lora) is None:
             return named_parameters(self.chunks)
-        return adapted_weights(self.chunks, lora, updates=self.updates)
+        return adapted_weights(self.chunks, lora, seed=self.settings.seed, updates=self.updates)
 
     def push_sources(self) -> tuple[LocalWeights, LocalWeights]:
         """Return the frozen weights, and the factors of adapters, to be pushed apart."""
@@ -363,7 +366,9 @@ class MegatronActor:
 
     @cached_property
     def _adapters(self) -> dict[str, Any] | None:
-        return describe_adapters(self.settings.lora, self.model_folder)
+        return describe_adapters(
+            self.settings.lora, seed=self.settings.seed, folder=self.model_folder
+        )
 
     def check_weights(self) -> None:
         """Raise FloatingPointError if any of this rank's parameters is not finite."""
@@ -424,7 +429,7 @@ class MegatronActor:
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
-        with self.routing.over(
+        with self.routing.applied(
             micro_batches, self.packs.context, routing=routing, has_gradients=not forward_only
         ):
             return get_forward_backward_func()(

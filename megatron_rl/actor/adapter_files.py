@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.export import find_owners
-from megatron_rl.actor.settings import LoraSettings
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.agreement import run_on_rank_0, wire_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -37,20 +37,20 @@ def export_adapters(actor: MegatronActor, folder: str | Path) -> None:
     Rank 0 receives every rectangle of a factor from the first rank that has it, and writes them.
     Raises ValueError for adapters that `peft` has no format for.
     """
-    settings, topology, folder = actor.settings.lora, actor.topology, Path(folder)
-    assert settings is not None, "the actor has no adapters"
-    if (problem := peft_problem(actor.shape, settings.targets)) is not None:
+    lora, topology, folder = actor.settings.lora, actor.topology, Path(folder)
+    assert lora is not None, "the actor has no adapters"
+    if (problem := peft_problem(actor.shape, lora.targets)) is not None:
         raise UserError(problem)
     weights = actor.named_parameters_local()
     tensors: dict[str, Tensor] = {}
-    for name, factor, owner, piece in _rectangles(actor.shape, topology, settings):
+    for name, factor, owner, piece in _rectangles(actor.shape, topology, lora):
         if topology.rank not in (0, owner):
             continue
         span = piece.rows if factor == "lora_B" else piece.columns
         if topology.rank == owner:
             values = _read(weights[piece.parameter], factor, piece).to(wire_device())
         else:
-            size = (span[1] - span[0], settings.rank)
+            size = (span[1] - span[0], lora.rank)
             values = torch.empty(size, dtype=actor.settings.dtype, device=wire_device())
         if owner != 0 and topology.rank == owner:
             dist.send(values, dst=0)
@@ -60,19 +60,19 @@ def export_adapters(actor: MegatronActor, folder: str | Path) -> None:
             _place(tensors, factor_name(name, factor), values.cpu(), span)
     source = actor.model_folder
     run_on_rank_0(
-        lambda: _write(tensors, settings, source=source, folder=folder), doing=f"writing {folder}"
+        lambda: _write(tensors, lora, source=source, folder=folder), doing=f"writing {folder}"
     )
 
 
 def _rectangles(
-    shape: ModelShape, topology: Topology, settings: LoraSettings
+    shape: ModelShape, topology: Topology, lora: LoraSection
 ) -> Iterator[tuple[str, Factor, int, Piece]]:
     """Yield module, factor, owner and piece of every distinct part, alike on every rank."""
     owners = find_owners(shape, topology, fused=False)
     for tensor in tensor_shapes(shape):
         tiles = owners[tensor]
         parameter = tiles[0][1].parameter.removesuffix(".weight")
-        if parameter.rpartition(".linear_")[2] not in settings.targets:
+        if parameter.rpartition(".linear_")[2] not in lora.targets:
             continue
         if tiles[0][1].parameter.endswith(".bias"):
             continue
@@ -107,7 +107,7 @@ def _place(tensors: dict[str, Tensor], name: str, values: Tensor, span: Span) ->
 
 
 def _write(
-    tensors: dict[str, Tensor], settings: LoraSettings, *, source: str | Path, folder: Path
+    tensors: dict[str, Tensor], lora: LoraSection, *, source: str | Path, folder: Path
 ) -> None:
     files = {
         name: (values.t() if ".lora_A." in name else values).contiguous()
@@ -124,8 +124,8 @@ def _write(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
-        "r": settings.rank,
-        "lora_alpha": settings.alpha,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": modules,
         "bias": "none",

@@ -18,13 +18,14 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.export import export_weights
 from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.settings import ActorSettings, LoraSettings
+from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import (
     ProgressCallback,
     load_model,
     named_parameters,
     stored_dtypes,
 )
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.adapted import LocalWeight
@@ -53,15 +54,14 @@ def export_checkpoint(
             weights = named_parameters(chunks)
         else:
             load_model(chunks, shape=shape, topology=topology, folder=like)
-            lora = LoraSettings(
-                stored["rank"], stored["alpha"], tuple(stored["targets"]), seed=stored["seed"]
-            )
-            add_adapters(chunks, lora, shape=shape, topology=topology)
-            adapters = describe_adapters(lora, like)
+            lora = LoraSection(**{key: stored[key] for key in ("rank", "alpha", "targets")})
+            seed = stored["seed"]
+            add_adapters(chunks, lora, seed=seed, shape=shape, topology=topology)
+            adapters = describe_adapters(lora, seed=seed, folder=like)
             updates = load_checkpoint(
                 checkpoint, chunks=chunks, topology=topology, adapters=adapters
             )
-            weights = adapted_weights(chunks, lora, updates=updates)
+            weights = adapted_weights(chunks, lora, seed=seed, updates=updates)
     export_weights(
         weights,
         shape=shape,

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_rl.actor.adapted_linear import AdaptedLinear, ColumnAdapter, RowAdapter
-from megatron_rl.actor.settings import LoraSettings
 from megatron_rl.actor.weights import named_parameters
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -70,7 +70,12 @@ def _adapted_classes() -> dict[type, type]:
 
 
 def add_adapters(
-    chunks: Sequence[Module], settings: LoraSettings, *, shape: ModelShape, topology: Topology
+    chunks: Sequence[Module],
+    lora: LoraSection,
+    *,
+    seed: int,
+    shape: ModelShape,
+    topology: Topology,
 ) -> None:
     """Freeze loaded chunks and add an adapter to every target; B = 0, so outputs do not change.
 
@@ -81,11 +86,11 @@ def add_adapters(
             f"lora with parallel.expert_tensor={topology.expert_tp_size}: adapters of experts need "
             f"1 or parallel.tensor={topology.tp_size}; set parallel.expert_tensor to one of them"
         )
-    if problems := target_problems(shape, settings.targets):
+    if problems := target_problems(shape, lora.targets):
         raise UserError(problems[0])
-    if topology.ep_size > 1 and are_in_experts_only(shape, settings.targets):
+    if topology.ep_size > 1 and are_in_experts_only(shape, lora.targets):
         raise UserError(
-            f"lora.targets={list(settings.targets)} are in experts only: with expert parallelism "
+            f"lora.targets={list(lora.targets)} are in experts only: with expert parallelism "
             "Megatron then has no parameters for its other optimizer; add qkv or proj"
         )
     pieces: dict[str, list[Piece]] = {}
@@ -97,15 +102,15 @@ def add_adapters(
         linears = [
             (name, module)
             for name, module in chunk.named_modules()
-            if ".linear_" in name and name.rpartition(".linear_")[2] in settings.targets
+            if ".linear_" in name and name.rpartition(".linear_")[2] in lora.targets
         ]
-        assert linears, f"chunk {index} has no linear of {settings.targets}"
+        assert linears, f"chunk {index} has no linear of {lora.targets}"
         for name, module in linears:
-            _adapt(module, settings, pieces[f"{prefix}{name}.weight"])
+            _adapt(module, lora, pieces[f"{prefix}{name}.weight"], seed=seed)
             module.lora_gated = name.endswith("fc1")
 
 
-def _adapt(module: Any, settings: LoraSettings, pieces: list[Piece]) -> None:
+def _adapt(module: Any, lora: LoraSection, pieces: list[Piece], *, seed: int) -> None:
     """Turn a linear into an adapted one; `pieces` are those of its weight."""
     classes = _adapted_classes()
     assert type(module) in classes, f"no adapter for {type(module).__name__}"
@@ -114,11 +119,11 @@ def _adapt(module: Any, settings: LoraSettings, pieces: list[Piece]) -> None:
     like = {"dtype": module.weight.dtype, "device": module.weight.device}
     width = module.weight.shape[1]
     inputs = width * module.tp_group.size() if module.lora_cut[0] == "lora_a" else width
-    first = initial_a(settings, inputs=inputs, name=pieces[0].tensor)
+    first = initial_a(lora, seed=seed, inputs=inputs, name=pieces[0].tensor)
     first = first[:, slice(*pieces[0].columns)].contiguous()
     module.lora_a = Parameter(first.to(**like))
-    module.lora_b = Parameter(torch.zeros(len(module.weight), settings.rank, **like))
-    module.lora_scale, module.lora_enabled = settings.scale, True
+    module.lora_b = Parameter(torch.zeros(len(module.weight), lora.rank, **like))
+    module.lora_scale, module.lora_enabled = lora.scale, True
     name, dimension = module.lora_cut
     for factor in ("lora_a", "lora_b"):
         parameter = getattr(module, factor)
@@ -130,44 +135,44 @@ def _adapt(module: Any, settings: LoraSettings, pieces: list[Piece]) -> None:
             parameter.sequence_parallel = module.sequence_parallel
 
 
-def initial_a(settings: LoraSettings, *, inputs: int, name: str) -> Tensor:
+def initial_a(lora: LoraSection, *, seed: int, inputs: int, name: str) -> Tensor:
     """Draw the whole A [r, inputs] of the linear whose first Hugging Face tensor has this name."""
-    generator = torch.Generator().manual_seed(derive_seed(settings.seed, "lora", name))
-    values = torch.empty(settings.rank, inputs, dtype=torch.float32, device="cpu")
-    if settings.init == "gaussian":
-        return values.normal_(0, 1 / settings.rank, generator=generator)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
+    values = torch.empty(lora.rank, inputs, dtype=torch.float32, device="cpu")
+    if lora.init == "gaussian":
+        return values.normal_(0, 1 / lora.rank, generator=generator)
     bound = 1 / math.sqrt(inputs)
     return values.uniform_(-bound, bound, generator=generator)
 
 
 def adapted_weights(
-    chunks: Sequence[Module], settings: LoraSettings, *, updates: int
+    chunks: Sequence[Module], lora: LoraSection, *, seed: int, updates: int
 ) -> dict[str, LocalWeight]:
     """Return the model's parameters by name, those with an adapter as sums with its product.
 
-    updates: number of optimizer updates so far; the seed of rounding to bfloat16 depends on it.
+    updates: number of optimizer updates so far; the rounding to bfloat16 depends on it.
     """
-    seed = derive_seed(settings.seed, "lora", "rounding", updates)
+    seed = derive_seed(seed, "lora", "rounding", updates)
     weights: dict[str, LocalWeight] = {**named_parameters(chunks)}
     factors = named_parameters(chunks, adapters=True)
     for name in [name for name in factors if name.endswith("lora_a")]:
         stem = name.removesuffix("lora_a")
         weight, b = weights[f"{stem}weight"], factors[f"{stem}lora_b"]
         assert isinstance(weight, Tensor), f"{stem} has two adapters"
-        weights[f"{stem}weight"] = AdaptedWeight(weight, factors[name], b, settings.scale, seed)
+        weights[f"{stem}weight"] = AdaptedWeight(weight, factors[name], b, lora.scale, seed)
     return weights
 
 
 def push_sources(
     chunks: Sequence[Module],
-    settings: LoraSettings | None,
+    lora: LoraSection | None,
     *,
     shape: ModelShape,
     topology: Topology,
 ) -> tuple[LocalWeights, LocalWeights]:
     """Return the frozen weights, and the factors as weights of a model of their own."""
-    assert settings is not None, "the actor has no adapters"
-    alone = replace(shape, factors=Factors(settings.rank, settings.targets))
+    assert lora is not None, "the actor has no adapters"
+    alone = replace(shape, factors=Factors(lora.rank, tuple(lora.targets)))
     factors = named_parameters(chunks, adapters=True)
     return (
         LocalWeights(shape, topology, named_parameters(chunks)),
@@ -190,19 +195,21 @@ def without_adapters(chunks: Sequence[Module]) -> Iterator[None]:
             module.lora_enabled = True
 
 
-def describe_adapters(settings: LoraSettings | None, folder: str | Path) -> dict[str, Any] | None:
+def describe_adapters(
+    lora: LoraSection | None, *, seed: int, folder: str | Path
+) -> dict[str, Any] | None:
     """Describe adapters and the model that they belong to, for checkpoints; None without adapters.
 
     Collective.
     """
-    if settings is None:
+    if lora is None:
         return None
     fingerprint = run_on_rank_0(lambda: model_fingerprint(folder), doing=f"reading {folder}")
     return {
-        "rank": settings.rank,
-        "alpha": settings.alpha,
-        "targets": sorted(settings.targets),
-        "seed": settings.seed,
+        "rank": lora.rank,
+        "alpha": lora.alpha,
+        "targets": sorted(lora.targets),
+        "seed": seed,
         "model": fingerprint,
     }
 
@@ -210,23 +217,23 @@ def describe_adapters(settings: LoraSettings | None, folder: str | Path) -> dict
 @torch.no_grad()
 def load_adapters(
     chunks: Sequence[Module],
-    settings: LoraSettings,
+    lora: LoraSection,
     *,
     shape: ModelShape,
     topology: Topology,
     model: str | Path,
 ) -> None:
-    """Copy the factors of the folder `settings.path`, if set, into adapters. Collective.
+    """Copy the factors of the folder `lora.path`, if set, into adapters. Collective.
 
     chunks: with adapters as drawn and B = 0; what the folder does not have stays so.
     Raises ValueError if the folder does not fit rank, alpha, targets or model.
     """
-    if settings.path is None:
+    if lora.path is None:
         return
-    folder, rank, alpha = Path(settings.path), settings.rank, settings.alpha
+    folder, rank, alpha = Path(lora.path), lora.rank, lora.alpha
     run_on_rank_0(
         lambda: check_peft_folder(
-            folder, model=model, shape=shape, rank=rank, alpha=alpha, targets=settings.targets
+            folder, model=model, shape=shape, rank=rank, alpha=alpha, targets=lora.targets
         ),
         doing=f"reading {folder}",
     )
@@ -234,7 +241,7 @@ def load_adapters(
     for piece in layout_of(topology).pieces(shape, rank=topology.rank):
         pieces.setdefault(piece.parameter, []).append(piece)
     factors = named_parameters(chunks, adapters=True)
-    linears = {name: each for each in list_linears(shape, settings.targets)
+    linears = {name: each for each in list_linears(shape, lora.targets)
                for name in each.modules}  # fmt: skip
     with (
         sync_errors_across_ranks(doing=f"reading {folder}"),

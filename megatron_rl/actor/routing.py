@@ -53,7 +53,7 @@ class PackRouting:
     has_gradients: bool = False
 
     @property
-    def counts_now(self) -> bool:
+    def is_counting(self) -> bool:
         """True in exactly one forward pass of each layer: with gradients in an update."""
         return self.counts is not None and torch.is_grad_enabled() == self.has_gradients
 
@@ -113,10 +113,10 @@ class LayerRouting:
             return values, chosen
         recorded = routing.experts[self.place].to(scores.device, torch.int64)
         replays = routing.action == "replay"
-        if replays and not routing.counts_now:
+        if replays and not routing.is_counting:
             return scores.gather(1, recorded), recorded
         values, chosen = choose(scores, topk, num_groups, group_topk)
-        if routing.counts_now:
+        if routing.is_counting:
             assert routing.counts is not None and routing.is_used is not None
             is_new = (chosen[:, :, None] != recorded[:, None]).all(2).any(1)  # [t]
             routing.counts[self.number, 0] += (is_new & routing.is_used).sum()
@@ -154,7 +154,7 @@ class RoutingRecorder:
         return self.num_layers > 0
 
     @contextmanager
-    def over(
+    def applied(
         self,
         batches: Sequence[TokenBatch],
         context_of: Callable[[TokenBatch], PackContext],
@@ -181,7 +181,7 @@ class RoutingRecorder:
             for context in contexts:
                 context.routing = None
 
-    def take_engine_routes(
+    def use_engine_routes(
         self, batches: Sequence[TokenBatch], layout_of: Callable[[TokenBatch], SequenceLayout]
     ) -> None:
         """Turn the engine's routes of packs into recorded ones: this rank's layers and tokens.
@@ -237,7 +237,7 @@ class RoutingRecorder:
             has_gradients,
         )
 
-    def take_counts(self) -> Tensor | None:
+    def pop_counts(self) -> Tensor | None:
         """Return changed and all tokens by layer since the last call, [layers, 2]; collective.
 
         Sums over all ranks, equal on each; where ranks have the same tokens both columns count

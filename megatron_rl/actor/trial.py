@@ -28,7 +28,8 @@ def update_at_rate_0(
     actor.wake_up()
     settings, updates = actor.settings, actor.updates
     before = _digest_weights(actor)
-    actor.settings = replace(settings, learning_rate=0.0, min_learning_rate=0.0)
+    no_rate = {"learning_rate": 0.0, "min_learning_rate": 0.0}
+    actor.settings = replace(settings, optimizer=settings.optimizer.model_copy(update=no_rate))
     try:
         untraced = [replace(pack, traced_logprobs=None) for pack in minibatch.micro_batches]
         with _preserve_moments(actor.optimizer):

@@ -66,7 +66,7 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
         return 1
     failure = _describe(error, place, config)
     try:
-        failure.leave_in(os.environ[FOLDER])  # the launcher prints one failure of all ranks
+        failure.write_to(os.environ[FOLDER])  # the launcher prints one failure of all ranks
     except (KeyError, OSError):
         _print_failure(failure, place, config)
     return leave(1)

@@ -5,7 +5,6 @@ the nearest valid key; all errors are reported together.
 """
 
 from megatron_rl.config.config import Config
-from megatron_rl.config.data_sections import EvalSection
 from megatron_rl.config.loading import (
     ConfigError,
     apply_override,
@@ -15,16 +14,17 @@ from megatron_rl.config.loading import (
     load_config,
     long_form,
     parse_config,
-    put,
     read_config_values,
     read_mapping,
+    set_dotted,
     valid_keys,
     with_absolute_paths,
 )
-from megatron_rl.config.logging_sections import LoggingSection
-from megatron_rl.config.parallel_section import ParallelSection
 from megatron_rl.config.sections import (
     AdvantageSection,
+    EvalSection,
+    LoggingSection,
+    ParallelSection,
     Section,
 )
 
@@ -43,7 +43,7 @@ __all__ = [
     "load_config",
     "long_form",
     "parse_config",
-    "put",
+    "set_dotted",
     "read_config_values",
     "read_mapping",
     "valid_keys",

@@ -4,42 +4,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from megatron_rl.config.data_sections import (
-    ColumnsSection,
-    DataSection,
-    EvalSection,
-    epochs_problems,
-)
-from megatron_rl.config.environment_section import (
-    EnvironmentSection,
-    credit_problems,
-    environment_problems,
-)
-from megatron_rl.config.lag_sections import (
-    LagSection,
-    ReplaySection,
-    partial_rollout_problems,
-)
-from megatron_rl.config.logging_sections import LoggingSection
-from megatron_rl.config.lora_section import LoraSection, lora_problems
-from megatron_rl.config.parallel_section import ParallelSection
-from megatron_rl.config.ppo_sections import (
-    DynamicSamplingSection,
-    EarlyStoppingSection,
-    OfflineSection,
-    ShapingSection,
-)
-from megatron_rl.config.routing import routing_problems
 from megatron_rl.config.sections import (
     AdvantageSection,
+    ColumnsSection,
+    DataSection,
+    DynamicSamplingSection,
+    EarlyStoppingSection,
+    EnvironmentSection,
+    EvalSection,
+    LagSection,
+    LoggingSection,
+    LoraSection,
     ModelSection,
     ObjectiveSection,
+    OfflineSection,
     OptimizerSection,
+    ParallelSection,
+    ReplaySection,
     ReshardingSection,
     RewardSection,
     RolloutSection,
     RunSection,
     Section,
+    ShapingSection,
     TrainerSection,
 )
 
@@ -103,7 +90,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += credit_problems(self) + epochs_problems(self)
+        problems += epochs_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -117,39 +104,53 @@ class Config(Section):
         return values
 
     def _unused_settings(self) -> list[str]:
-        """List settings without effect in combination with the others."""
-        advantage, optimizer, problems = self.advantage, self.optimizer, []
-        if self.data.template == "raw" and self.data.template_arguments:
-            problems.append(
-                "data.template_arguments have no effect with data.template=raw, which uses no chat "
-                "template; unset one of them"
-            )
+        """List settings without effect beside others."""
+        advantage, optimizer, stopping = self.advantage, self.optimizer, self.early_stopping
         estimator = f"advantage.estimator={advantage.estimator}"
-        if advantage.std != "sample" and advantage.estimator in ("leave_one_out", "optimal_value"):
-            problems.append(
-                f"advantage.std={advantage.std}: no effect with {estimator}, which divides by no "
-                "standard deviation; unset it"
-            )
-        if advantage.beta != 1.0 and advantage.estimator != "optimal_value":
-            problems.append(
-                f"advantage.beta={advantage.beta}: no effect with {estimator}; unset it, or set "
-                "advantage.estimator=optimal_value"
-            )
-        if advantage.shift and advantage.estimator not in ("group_relative", "raw"):
-            problems.append(
-                f"advantage.shift={advantage.shift}: no effect with {estimator}; unset it"
-            )
-        elif advantage.shift and advantage.estimator != "raw" and advantage.std != "none":
-            problems.append(
-                f"advantage.shift={advantage.shift} is in units of reward, but advantage.std="
-                f"{advantage.std} rescales rewards; set advantage.std=none"
-            )
-        if optimizer.min_learning_rate and optimizer.decay == "constant":
-            problems.append(
-                f"optimizer.min_learning_rate={optimizer.min_learning_rate}: no effect with "
-                "optimizer.decay=constant; unset it, or set optimizer.decay"
-            )
-        return problems
+        unused = {  # setting: whether it has no effect, and what it has none with
+            f"advantage.std={advantage.std}": (
+                advantage.std != "sample"
+                and advantage.estimator in ("leave_one_out", "optimal_value"),
+                f"{estimator}, which divides by no standard deviation",
+            ),
+            f"advantage.beta={advantage.beta}": (
+                advantage.beta != 1.0 and advantage.estimator != "optimal_value",
+                f"{estimator}: it is the temperature of optimal_value",
+            ),
+            f"advantage.shift={advantage.shift}": (
+                advantage.shift and advantage.estimator not in ("group_relative", "raw"),
+                estimator,
+            ),
+            f"optimizer.min_learning_rate={optimizer.min_learning_rate}": (
+                optimizer.min_learning_rate and optimizer.decay == "constant",
+                "optimizer.decay=constant",
+            ),
+            "data.template_arguments": (
+                self.data.template == "raw" and self.data.template_arguments,
+                "data.template=raw, which uses no chat template",
+            ),
+            "early_stopping": (
+                self.trainer.epochs == 1 and (stopping.acceptance or stopping.kl),
+                "trainer.epochs=1, which reuses no rollout batch",
+            ),
+            f"replay.capacity={self.replay.capacity}": (
+                self.replay.fresh == 1 and self.replay.capacity > 1,
+                "replay.fresh=1, which replays nothing",
+            ),
+            f"offline.behavior={self.offline.behavior}": (
+                self.offline.rollouts is None and self.offline.behavior != "file",
+                "offline.rollouts=null",
+            ),
+            f"model.reference={self.model.reference}": (
+                self.model.reference and "reference_logprobs" not in self.objective.choice.needs,
+                f"objective.name={self.objective.name} without objective.kl",
+            ),
+        }
+        return [
+            f"{setting}: no effect with {other}; unset one, or change the other"
+            for setting, (is_unused, other) in unused.items()
+            if is_unused
+        ]
 
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
@@ -167,13 +168,23 @@ class Config(Section):
         ]
 
     def _objective_problems(self) -> list[str]:
-        problems, name = [], self.objective.name
-        if name == "oapl" and self.advantage.estimator != "optimal_value":
+        problems, name, advantage = [], self.objective.name, self.advantage
+        if name == "oapl" and advantage.estimator != "optimal_value":
             problems.append(
                 f"objective.name=oapl needs the advantages R - V*, not advantage.estimator="
-                f"{self.advantage.estimator}; set advantage.estimator=optimal_value"
+                f"{advantage.estimator}; set advantage.estimator=optimal_value"
             )
-        if name == "asymre" and not self.advantage.shift:
+        if advantage.credit == "turn" and advantage.estimator == "optimal_value":
+            problems.append(
+                "advantage.credit=turn: advantage.estimator=optimal_value is the value of a whole "
+                "response; choose another estimator, or unset advantage.credit"
+            )
+        if advantage.shift and advantage.estimator == "group_relative" and advantage.std != "none":
+            problems.append(
+                f"advantage.shift={advantage.shift} is in units of reward, but advantage.std="
+                f"{advantage.std} rescales rewards; set advantage.std=none"
+            )
+        if name == "asymre" and not advantage.shift:
             problems.append(
                 "objective.name=asymre needs a baseline below the mean reward, but advantage.shift "
                 "is 0; set advantage.shift=-0.1 and advantage.std=none"
@@ -182,10 +193,6 @@ class Config(Section):
             problems.append(
                 "objective.name=sao needs ratios to the engine's log-probs, but behavior=actor "
                 "uses the actor's; set behavior=engine"
-            )
-        if self.model.reference and "reference_logprobs" not in self.objective.choice.needs:
-            problems.append(
-                "model.reference is set, but the objective has no KL term: set objective.kl too"
             )
         return problems
 
@@ -203,48 +210,34 @@ class Config(Section):
                 f"replay.fresh={self.replay.fresh} of rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step} rounds to no groups or to all of them; change one"
             )
-        if self.replay.fresh == 1 and self.replay.capacity > 1:
-            problems.append(
-                f"replay.capacity={self.replay.capacity}: no effect with replay.fresh=1, which "
-                "replays nothing; lower replay.fresh, or unset replay.capacity"
-            )
         return problems
 
     def _ppo_problems(self) -> list[str]:
-        problems, stopping, overlong = [], self.early_stopping, self.shaping.overlong
+        problems, overlong = [], self.shaping.overlong
         limit = self.rollout.max_response_tokens
         if overlong is not None and overlong.kind == "soft" and overlong.buffer > limit:
             problems.append(
                 f"shaping.overlong.buffer={overlong.buffer} is more than "
                 f"rollout.max_response_tokens={limit}; lower it"
             )
-        if self.trainer.epochs == 1 and (stopping.acceptance or stopping.kl):
-            problems.append(
-                "early_stopping has no effect with trainer.epochs=1, which reuses no rollout "
-                "batch; raise trainer.epochs, or unset early_stopping"
-            )
         if self.offline.rollouts is None:
-            if self.offline.behavior != "file":
-                problems.append("offline.behavior is set without offline.rollouts; set that too")
             return problems
-        if self.eval.sets:
-            problems.append(
-                "eval.sets needs an engine, but offline.rollouts starts none; unset eval.sets, and "
-                "evaluate the model that the run exports"
-            )
-        if self.trainer.self_test_every is not None:
-            problems.append(
-                "trainer.self_test_every needs an engine, but offline.rollouts starts none; unset "
-                "trainer.self_test_every"
-            )
+        needs_engine = {
+            "eval.sets": self.eval.sets,
+            "trainer.self_test_every": self.trainer.self_test_every,
+            "dynamic_sampling": self.dynamic_sampling.rounds,
+            "environment": self.environment,
+            "lag.partial_rollouts": self.lag.partial_rollouts,
+        }
+        problems += [
+            f"{key} needs an engine, but offline.rollouts starts none; unset one of them"
+            for key, value in needs_engine.items()
+            if value
+        ]
         if self.offline.behavior != "file" and self.behavior == "engine":
             problems.append(
                 f"behavior=engine uses the log-probs in offline.rollouts, but offline.behavior="
                 f"{self.offline.behavior} recomputes them; unset one"
-            )
-        if self.dynamic_sampling.rounds:
-            problems.append(
-                "dynamic_sampling needs an engine, but offline.rollouts starts none; unset one"
             )
         return problems
 
@@ -371,3 +364,160 @@ class Config(Section):
     def max_sequences(self) -> int:
         """Maximum number of sequences of a response; 1 unless its history may be replaced."""
         return 1 if self.environment is None else 1 + self.environment.max_rewrites
+
+
+def reason_routes_unrecorded(config: Config) -> str | None:
+    """Return the setting of a `Config` that prevents recording; None if routes are recorded.
+
+    Routes stay on the ranks that compute behavior log-probs, with the packs that are trained: those
+    log-probs must be the actor's, computed in the step that trains them.
+    """
+    if config.behavior != "actor":
+        return f"behavior={config.behavior}"
+    if config.lag.policy is not None:
+        return f"lag.policy={config.lag.policy}"
+    if config.lag.batches != 0:
+        return f"lag.batches={config.lag.batches}"
+    if config.lag.sync_weights_every > 1:
+        return f"lag.sync_weights_every={config.lag.sync_weights_every}"
+    if config.lag.partial_rollouts is not None:
+        return "lag.partial_rollouts"
+    if config.replay.fresh < 1:
+        return f"replay.fresh={config.replay.fresh}"
+    return None if config.offline.rollouts is None else "offline.rollouts"
+
+
+def routing_problems(config: Config) -> list[str]:
+    """List conflicts of `config.model.routing_replay` with other settings of a `Config`."""
+    because = reason_routes_unrecorded(config)
+    if config.model.routing_replay == "none":
+        return []
+    if because is None and config.model.routing_replay == "engine" and config.environment:
+        return [
+            f"model.routing_replay=engine cannot be combined with environment.name="
+            f"{config.environment.name}: the routes of several turns are not put together; set it "
+            "to behavior or none"
+        ]
+    if because is None:
+        return []
+    return [
+        f"model.routing_replay={config.model.routing_replay} cannot be combined with {because}: "
+        "routes are recorded only where the actor computes the behavior log-probs of the rollouts "
+        "that it trains in the same step; unset one"
+    ]
+
+
+def partial_rollout_problems(config: Config) -> list[str]:
+    """List conflicts of `config.lag.partial_rollouts` with other settings of a `Config`."""
+    problems = []
+    if config.lag.keeps_cache and config.behavior == "actor":
+        problems.append(
+            "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of "
+            "older weights, so the actor cannot recompute their log-probs; set "
+            "behavior=engine, or cache: recompute"
+        )
+    engine, every = config.rollout.engine, config.lag.sync_weights_every
+    conflicts = {
+        "lag.sync_weights_every": (every > 1, "both set when weights are synced"),
+        "rollout.engine.enable_prefix_caching": (
+            engine.get("enable_prefix_caching"), "a cached prefix may be of older weights"
+        ),
+        "rollout.engine.async_scheduling": (
+            engine.get("async_scheduling"), "each step must return its own tokens"
+        ),
+        "rollout.stop": (
+            config.rollout.stop,
+            "a stop string may span a weight sync; use rollout.stop_token_ids instead",
+        ),
+        "dynamic_sampling": (
+            config.dynamic_sampling.rounds, "the responses of a group end in different steps"
+        ),
+        "environment": (
+            config.environment,
+            "the state of an environment is in no checkpoint, so a conversation cannot continue "
+            "in a later step",
+        ),
+    }  # fmt: skip
+    problems += [
+        f"{key} cannot be combined with lag.partial_rollouts: {reason}; unset one of them"
+        for key, (value, reason) in conflicts.items()
+        if value
+    ]
+    return problems
+
+
+def lora_problems(config: Config) -> list[str]:
+    """List conflicts of `config.lora` with other sections of a `Config`."""
+    if config.lora is None:
+        return []
+    problems = []
+    if config.model.fp8:
+        problems.append(
+            f"model.fp8={config.model.fp8} cannot be combined with lora, whose adapters have not "
+            "been tried with products in fp8; unset model.fp8"
+        )
+    if "learning_rate" not in config.optimizer.model_fields_set:
+        problems.append(
+            f"lora needs a learning rate of its own: optimizer.learning_rate="
+            f"{config.optimizer.learning_rate:g} is the default for all weights, and adapters need "
+            "10 to 100 times as much; set it"
+        )
+    return problems
+
+
+def environment_problems(config: Config) -> list[str]:
+    """List conflicts of `config.environment` with other sections of a `Config`."""
+    environment: EnvironmentSection | None = config.environment
+    if environment is None:
+        return []
+    written, context = config.rollout.max_response_tokens, environment.max_context_tokens
+    problems = []
+    for name, value in (
+        ("data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("rollout.max_response_tokens", written),
+    ):
+        if context <= value:
+            problems.append(
+                f"environment.max_context_tokens={context} must be above {name}={value}, which is "
+                "only a part of a conversation; raise it, or lower the other"
+            )
+    if (environment.max_turn_tokens or 0) > written:
+        problems.append(
+            f"environment.max_turn_tokens={environment.max_turn_tokens} is more than all turns "
+            f"may have, rollout.max_response_tokens={written}; lower it"
+        )
+    if environment.max_rewrites >= environment.max_turns:
+        problems.append(
+            f"environment.max_rewrites={environment.max_rewrites} must be below "
+            f"environment.max_turns={environment.max_turns}: a history changes only between two "
+            "turns; lower it, or raise max_turns"
+        )
+    limit, stall = environment.time_limit_seconds, config.rollout.stall_seconds
+    if limit >= stall:
+        problems.append(
+            f"environment.time_limit_seconds={limit:g}: one answer may take longer than "
+            f"rollout.stall_seconds={stall:g}, after which the run ends; raise that, or lower the "
+            "limit"
+        )
+    return problems
+
+
+def epochs_problems(config: Config) -> list[str]:
+    """List conflicts of `config.data.epochs` with other settings of a `Config`."""
+    epochs, problems = config.data.epochs, []
+    if epochs is not None and "steps" in config.trainer.model_fields_set:
+        problems.append(
+            f"data.epochs={epochs:g} and trainer.steps={config.trainer.steps} both set the length "
+            "of the run; remove trainer.steps, or set data.epochs=null"
+        )
+    if epochs is not None and config.offline.rollouts is not None:
+        problems.append(
+            f"data.epochs={epochs:g} counts passes over prompts, but offline.rollouts reads none; "
+            "set data.epochs=null and trainer.steps"
+        )
+    if epochs is not None and config.environment is not None and config.data.too_long == "skip":
+        problems.append(
+            f"data.epochs={epochs:g} cannot count the prompts that data.too_long=skip leaves out "
+            "where an environment adds its tools to them; set data.epochs=null and trainer.steps"
+        )
+    return problems

@@ -61,7 +61,7 @@ def expand_dotted_keys(
         if inner and isinstance(value, dict):
             value = expand_dotted_keys(value, inner, f"{prefix}{first}.")
         elif dot:
-            put(value := {}, rest, given)
+            set_dotted(value := {}, rest, given)
         result[first] = _merge(result[first], value, prefix + first) if first in result else value
     return result
 
@@ -163,7 +163,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {problem}"
         ) from None
-    put(values, key, value)
+    set_dotted(values, key, value)
 
 
 def long_form(key: str, value: Any) -> Any:
@@ -175,7 +175,7 @@ def long_form(key: str, value: Any) -> Any:
     return value
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
+def set_dotted(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested plain values."""
     *parents, last = key.split(".")
     for depth, part in enumerate(parents):

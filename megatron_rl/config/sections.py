@@ -1,16 +1,27 @@
 """The sections of a config: each setting with its type, default and rule.
 
 Defaults follow the published PNPO configuration (1.5B model, 16k context) where the paper gives
-one. `tools/configuration_page.py` generates `docs/configuration.md` from the docstrings.
+one. `tools/reference_pages.py` generates `docs/configuration.md` from the docstrings.
 """
 
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from datetime import date, datetime
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from megatron_rl.config.paths import PathText
-from megatron_rl.objectives.choice import Spec, choose_objective
-from megatron_rl.objectives.function_spec import FUNCTION
+from megatron_rl.objectives.named import Spec, choose_objective
+from megatron_rl.objectives.spec import FUNCTION
 
 
 def refuse_bool(value: Any) -> Any:
@@ -295,9 +306,10 @@ class TrainerSection(Section):
 class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
-    bucket_mib: Count | None = None
-    """Maximum data in MiB that a rank sends and receives in one round of the transfer; null is 512
-    on CUDA and 64 on a CPU."""
+    bucket_mib: Positive | None = None
+    """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of its
+    extra memory (with vLLM's loaders, tensors are also assembled in it); null is 512 on CUDA and 64
+    on a CPU."""
     full_check_every: Annotated[int, Field(ge=0)] = 50
     """Weight syncs between full checks, which compare every slice; the first sync is always checked
     in full, and 0 disables further ones. Every sync compares checksums."""
@@ -306,4 +318,453 @@ class ReshardingSection(Section):
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         """Return the size of a bucket on this kind of device."""
-        return (self.bucket_mib or (512 if cuda else 64)) * 2**20
+        return round((self.bucket_mib or (512 if cuda else 64)) * 2**20)
+
+
+class ParallelSection(Section):
+    """The actor's layout; tensor * pipeline * context * data = number of processes."""
+
+    tensor: Count = 1
+    """Tensor parallel size."""
+    pipeline: Count = 1
+    """Number of pipeline stages."""
+    context: Count = 1
+    """Context parallel size: the number of ranks that each sequence is split over."""
+    data: Count | None = None
+    """Number of data-parallel replicas; null derives it from the number of processes."""
+    expert: Count = 1
+    """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
+    * context * data."""
+    expert_tensor: Count | None = None
+    """Tensor parallel size of each expert, a divisor of `parallel.tensor`; null is 1 (whole
+    experts) if `parallel.expert` is above 1, and `parallel.tensor` otherwise."""
+    virtual_stages: Count = 1
+    """Number of interleaved model chunks per pipeline stage; 1 disables interleaving."""
+    stage_layers: list[Count] | None = None
+    """Number of layers of each pipeline stage (with virtual stages: of each model chunk, in model
+    order); null divides evenly where possible, otherwise with fewer layers at both ends."""
+    sequence: bool = True
+    """Use sequence parallelism if `parallel.tensor` is above 1."""
+
+    @property
+    def model_size(self) -> int:
+        """Processes of one data-parallel replica."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Tensor parallel size of each expert."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return 1 if self.expert > 1 else self.tensor
+
+
+class OverlongSection(Section):
+    """Length penalty (DAPO, arXiv 2503.14476, section 3.4)."""
+
+    kind: Literal["soft", "hard"] = "soft"
+    """`soft` subtracts a penalty that grows linearly to `penalty` over the last `buffer` tokens;
+    `hard` gives every truncated response the reward -`penalty`."""
+    buffer: Count = 4096
+    """Number of tokens before `rollout.max_response_tokens` over which the soft penalty grows."""
+    penalty: Positive = 1.0
+    """Maximum penalty in units of reward."""
+
+
+class ShapingSection(Section):
+    """Reward shaping: from the verifier's reward to the training reward; not for evaluation."""
+
+    signed: bool = False
+    """Map each reward r to 2 r - 1: +1 for right, -1 for wrong. A response that was not graded
+    (time limit, failed verifier, unparsable ground truth) keeps reward 0."""
+    overlong: OverlongSection | None = None
+    """Length penalty; null disables it."""
+    truncated: Literal["train", "mask"] = "train"
+    """Train on responses that were truncated at the length limit; `mask` counts their
+    reward in the baseline of the group and excludes their tokens from the loss."""
+
+
+class DynamicSamplingSection(Section):
+    """Dynamic sampling: replace groups whose rewards are all equal, which have no gradient."""
+
+    rounds: Annotated[int, Field(ge=0)] = 0
+    """Maximum number of additional generation rounds per step; 0 disables dynamic sampling."""
+
+
+class EarlyStoppingSection(Section):
+    """Early stopping of reuse: end the epochs on a rollout batch before `trainer.epochs`."""
+
+    acceptance: Fraction | None = None
+    """Stop before an update whose `gate/acceptance` is below this; null disables the criterion."""
+    kl: Positive | None = None
+    """Stop before an update whose `ratio/kl_to_behavior` is above this; null disables the
+    criterion."""
+
+
+class OfflineSection(Section):
+    """Training without an engine, on rollouts that were generated earlier or elsewhere."""
+
+    rollouts: PathText | None = None
+    """Run directory, its `rollouts/`, or a parquet file to train on; null generates rollouts with
+    the engine."""
+    behavior: PathText = "file"
+    """Source of the behavior log-probs: `file` reads them from the rollouts, a model folder
+    recomputes them with that model."""
+
+
+def _check_partial_rollouts(value: Any) -> Any:
+    given = value if isinstance(value, dict) else {"every_tokens": value}
+    tokens, cache = given.get("every_tokens"), given.get("cache", "keep")
+    is_count = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 1
+    known = given.keys() <= {"every_tokens", "cache"} and cache in ("keep", "recompute")
+    if value is not None and not (is_count and known):
+        raise ValueError(
+            "must be a number of tokens, at least 1, or {every_tokens: N, cache: keep} or "
+            "{every_tokens: N, cache: recompute}"
+        )
+    return value
+
+
+class LagSection(Section):
+    """Policy lag: the age of the trained rollouts (`docs/policy-lag.md`)."""
+
+    batches: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    """Number of rollout batches between generating a group and training on it."""
+    policy: str | None = None
+    """A lag policy of your own, as `module:class`, in place of `lag.batches`."""
+    settings: dict[str, Any] = Field(default={})
+    """Keyword arguments of `lag.policy`."""
+    sync_weights_every: Count = 1
+    """Rollout batches between weight syncs to the engine."""
+    partial_rollouts: Annotated[
+        int | dict[str, Any] | None, BeforeValidator(_check_partial_rollouts)
+    ] = None
+    """Sync weights while responses are being generated, every so many tokens of each response: a
+    number, or `{every_tokens: N, cache: keep}`, or `{every_tokens: N, cache: recompute}`. null
+    disables partial rollouts."""
+
+    @model_validator(mode="after")
+    def _check_policy(self) -> Self:
+        if self.policy is not None and self.batches:
+            raise ValueError(
+                f"policy={self.policy} and batches={self.batches} both set the lag; unset one"
+            )
+        if self.policy is None and self.settings:
+            raise ValueError("settings are those of lag.policy, which is not set; unset them")
+        return self
+
+    @property
+    def every_tokens(self) -> int:
+        """Tokens of a response between two weight syncs; 0 without partial rollouts."""
+        if isinstance(self.partial_rollouts, dict):
+            return int(self.partial_rollouts["every_tokens"])
+        return self.partial_rollouts or 0
+
+    @property
+    def keeps_cache(self) -> bool:
+        """True if later tokens attend to keys and values that older weights computed."""
+        return (
+            not isinstance(self.partial_rollouts, dict)
+            or self.partial_rollouts.get("cache") != "recompute"
+        )
+
+
+class ReplaySection(Section):
+    """Replay: rollout batches with groups of earlier batches (`docs/policy-lag.md`)."""
+
+    capacity: Count = 1
+    """Size of the replay buffer in rollout batches of new groups, including the current one; 1
+    disables replay."""
+    fresh: Fraction = 1.0
+    """Fraction of the groups of a rollout batch that are new; the rest is sampled from the
+    buffer."""
+    sampling: Literal["uniform", "least_used"] = "uniform"
+    """Sampling from the buffer: `uniform`, or `least_used` for the groups trained the fewest times,
+    oldest first."""
+
+
+Target = Literal["qkv", "proj", "fc1", "fc2"]
+
+
+def _refuse_dropout(value: Any) -> Any:
+    if value != 0:
+        raise ValueError(
+            "must be 0: the same weights must give the same log-probs in scoring and in training"
+        )
+    return value
+
+
+class LoraSection(Section):
+    """LoRA: train low-rank adapters and keep the model's weights frozen (`docs/lora.md`)."""
+
+    rank: Count = 32
+    """Rank r of the adapters."""
+    alpha: Positive = 32.0
+    """Scale of the adapters: a weight is used as W + alpha / rank * B A."""
+    targets: list[Target] = Field(default_factory=lambda: list(get_args(Target)), min_length=1)
+    """Linears with an adapter: of attention `qkv` and `proj` (output), of MLPs and experts `fc1`
+    (gate and up) and `fc2` (down)."""
+    init: Literal["uniform", "gaussian"] = "uniform"
+    """Distribution of A at the start: `uniform` within 1 / sqrt(inputs), or `gaussian` with
+    standard deviation 1 / rank. B starts at 0."""
+    path: PathText | None = None
+    """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
+    `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
+    push: Literal["merged", "adapters"] = "merged"
+    """Weights that the engine receives: W with its update (`merged`), or W once and then adapters
+    alone, with which vLLM computes itself (`adapters`)."""
+    dropout: Annotated[float, BeforeValidator(_refuse_dropout)] = 0.0
+    """Dropout of the adapters' inputs; only 0 is supported."""
+
+    @field_validator("targets")
+    @classmethod
+    def _check_targets(cls, value: list[Target]) -> list[Target]:
+        if len(set(value)) < len(value):
+            raise ValueError("lists a linear twice; list each once")
+        return value
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A in the sum with a weight."""
+        return self.alpha / self.rank
+
+
+class EnvironmentSection(Section):
+    """Conversations: every response has turns of the policy, which an environment answers."""
+
+    name: str
+    """Environment as `module:class` (`docs/agents.md`). Required."""
+    max_context_tokens: Count
+    """Maximum length of a whole conversation in tokens: prompt, turns and observations (with
+    `max_rewrites`, of each of its sequences); what the policy writes in all turns is limited by
+    `rollout.max_response_tokens`. Required."""
+    max_turns: Count = 8
+    """Maximum number of turns of the policy in a conversation."""
+    max_turn_tokens: Count | None = None
+    """Maximum number of tokens of one turn; a longer turn is cut and answered as it is. null limits
+    a turn by `rollout.max_response_tokens` only."""
+    time_limit_seconds: Positive = 60.0
+    """Time limit in seconds for one answer, without the time for which others take the processor
+    cores; the process of an environment that takes longer is killed, and its conversation gets
+    reward 0."""
+    memory_gib: Positive | None = 4.0
+    """Private memory in GiB that a process of a conversation may use in addition to that of the
+    loaded module; allocations above it raise a MemoryError in the environment. null removes the
+    limit."""
+    variables: list[Variable] = Field(default_factory=list)
+    """Environment variables passed to the environments in addition to the standard ones, such as
+    the API key of a tool or an agent."""
+    on_error: Literal["end", "zero"] = "end"
+    """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
+    run, `zero` ends the conversation with reward 0."""
+    max_rewrites: Annotated[int, Field(ge=0, le=255)] = 0
+    """Number of times that an agent may change earlier messages of a conversation, for example by
+    a summary or by removing thinking. Each time begins another sequence, and all sequences are
+    trained as one response. A further such request is refused, which is a failure of the
+    conversation (`on_error`)."""
+    in_rounds: bool = False
+    """Continue all conversations of an engine together, once each turn is answered. On CUDA,
+    results are then reproducible although environments answer at different speeds; it costs
+    time."""
+
+
+# Parameters of transformers' apply_chat_template that it does not pass on to the template.
+RESERVED_ARGUMENTS = {
+    "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "padding",
+    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FixedDate:
+    """The function `strftime_now` of chat templates for one date, at midnight, instead of now."""
+
+    date: str  # YYYY-MM-DD
+
+    def __call__(self, format: str) -> str:
+        return datetime.fromisoformat(self.date).strftime(format)
+
+
+def _as_date(value: Any) -> str:
+    """Return YAML's date or a text as YYYY-MM-DD."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("must be a date as YYYY-MM-DD, such as 2026-01-31") from None
+
+
+class ColumnsSection(Section):
+    """Column names of a prompt file; a dot selects a field of a struct."""
+
+    prompt: str = "prompt"
+    """Column of the prompt: the user's message as text, or a list of chat messages."""
+    answer: str = "reward_model.ground_truth"
+    """Column of the ground truth, a text or a number."""
+    source: str | None = None
+    """Column of the data source; null uses the column `data_source` if it exists, otherwise the
+    file's name."""
+    tools: str | None = None
+    """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
+    uses the column `tools` if it exists (`docs/prompts.md`)."""
+
+
+class MixedSetSection(Section):
+    """One of several sets of training prompts."""
+
+    path: PathText
+    """File or data set of prompts, in the forms of `data.train`."""
+    weight: Positive = 1.0
+    """Relative share of this set in every rollout batch."""
+    columns: ColumnsSection | None = None
+    """Column names of this set; null uses `data.columns`."""
+
+
+class DataSection(Section):
+    """Training prompts."""
+
+    train: PathText = ""
+    """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
+    saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
+    mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
+    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`."""
+    epochs: Positive | None = None
+    """Length of the run in passes over the training prompts, instead of `trainer.steps`, which the
+    start of the run computes from it (`docs/prompts.md`); null uses `trainer.steps`."""
+    columns: ColumnsSection = ColumnsSection()
+    """Column names of `data.train`, and of `eval.sets` if `eval.columns` is null; the default is
+    the schema of DAPO-Math-17k."""
+    max_prompt_tokens: Count = 1024
+    """Maximum prompt length in tokens."""
+    too_long: Literal["error", "skip"] = "error"
+    """Reaction to a prompt above the maximum length: `error` rejects the file, `skip` leaves the
+    prompt out and reports the number of skipped prompts."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """Reaction to a malformed row: `error` rejects the file, `skip` leaves the row out and reports
+    the number of skipped rows."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """System message put in front of every prompt, in training and in evaluation; a row with a
+    system message of its own is then malformed. null adds none."""
+    template: Literal["chat", "raw"] = "chat"
+    """Format of a prompt: `chat` applies the model's chat template, `raw` uses the text unchanged,
+    for base models (`docs/prompts.md`)."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
+    date: Annotated[str, BeforeValidator(_as_date)] | None = None
+    """Date as YYYY-MM-DD for chat templates that write today's date, such as Llama 3.2's and
+    gpt-oss's; null uses the date of the run's first start, also after a resume and when the run is
+    evaluated."""
+
+    @property
+    def rendering(self) -> dict[str, Any]:
+        """All arguments of the chat template."""
+        fixed = {} if self.date is None else {"strftime_now": FixedDate(self.date)}
+        return fixed | self.template_arguments
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _refuse_reserved_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(arguments.keys() & RESERVED_ARGUMENTS):
+            raise ValueError(
+                f"{', '.join(reserved)}: set by the run, not an argument of the template; remove it"
+            )
+        return arguments
+
+
+class EvaluationSetSection(Section):
+    """One set of held-out problems; a path alone is short for `{path: ...}`."""
+
+    path: PathText
+    """File or data set of prompts, in the forms of `data.train`."""
+    columns: ColumnsSection | None = None
+    """Column names of this set; null uses `eval.columns`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        if not isinstance(value, (str, dict, cls)):
+            raise ValueError("must be a path, or a mapping of path and columns")
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_serializer(mode="wrap")
+    def _to_path(self, whole: SerializerFunctionWrapHandler) -> Any:
+        return self.path if self.columns is None else whole(self)
+
+
+class EvalSection(Section):
+    """Held-out evaluation: Avg@samples, before, during and after training."""
+
+    sets: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
+    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`."""
+    columns: ColumnsSection | None = None
+    """Column names of sets without their own; null uses `data.columns`."""
+    every: Count = 10
+    """Steps between evaluations."""
+    samples: Count = 32
+    """Number of responses to each prompt."""
+    temperature: NonNegative = 0.7
+    """Sampling temperature; 0 is greedy decoding with one response to each prompt."""
+    top_p: Fraction = 0.9
+    """Nucleus sampling: cumulative probability of the tokens that are sampled from; 1 disables
+    it."""
+
+
+class WandbSection(Section):
+    """Weights & Biases; used only if a project is set."""
+
+    project: str
+    """Name of the project."""
+    entity: str | None = None
+    """User or team; null uses the default of the login."""
+
+
+class MlflowSection(Section):
+    """MLflow; used only if an experiment is set."""
+
+    experiment: str
+    """Name of the experiment; created if it does not exist."""
+    tracking_uri: str | None = None
+    """Address of the tracking server, such as `http://mlflow:5000`; null uses the environment
+    variable `MLFLOW_TRACKING_URI`, or MLflow's default."""
+
+
+class TrackioSection(Section):
+    """trackio; used only if a project is set."""
+
+    project: str
+    """Name of the project, which `trackio show --project NAME` opens."""
+
+
+def _check_keep_rollouts(value: Any) -> Any:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and value not in ("all", "sampled"):
+        raise ValueError(
+            "must be all, sampled, or the number of newest steps that keep all rollouts, 1 or more"
+        )
+    return value
+
+
+class LoggingSection(Section):
+    """Logging in addition to metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard files to the run directory."""
+    traced_responses: Annotated[int, Field(ge=0)] = 8
+    """Number of responses per step, whole groups first, whose log-probs at every epoch are saved in
+    `traces/` for the report. They are selected by prompt, so that runs with the same seed select
+    the same ones. 0 disables it."""
+    sample_every: Annotated[int, Field(ge=0)] = 10
+    """Rollout batches between samples (prompt, response, reward) that are printed and sent to
+    TensorBoard and W&B, starting with the first batch. 0 disables them."""
+    keep_rollouts: Annotated[
+        Literal["all", "sampled"] | int, BeforeValidator(_check_keep_rollouts)
+    ] = "all"
+    """Rollouts that are kept in `rollouts/`: `all` keeps everything, a number N keeps everything of
+    the newest N steps and a sample of groups of each older step, `sampled` keeps that sample of
+    every step (`docs/reliability.md`)."""
+    wandb: WandbSection | None = None
+    """Weights & Biases project to log to; null disables it."""
+    mlflow: MlflowSection | None = None
+    """MLflow experiment to log to; null disables it."""
+    trackio: TrackioSection | None = None
+    """trackio project to log to; null disables it."""

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.data.token_rows import WRITER, Delivery, bring_tokens, elsewhere
+from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -151,7 +151,7 @@ def plan_minibatches(
         )
         planned.append((own, denominators))
     own_rollouts = [index for own, _ in planned for pack in own for index in pack]
-    rollouts = bring_tokens(rollouts, own_rollouts)
+    rollouts = fetch_tokens(rollouts, own_rollouts)
     build = partial(build_pack, rollouts, advantages, alignment=alignment, gemm_tokens=gemm_tokens)
     return [
         Minibatch([build(indices=pack) for pack in own], denominators)
@@ -258,7 +258,7 @@ def gather_by_rollout(
 
     An array contains the values of the sampled tokens in order; None for rollouts in no pack.
     owners: of the rollouts, as in `types.Response`. A rollout's array is on its owner and on rank
-    0, with an `Elsewhere` on the others; without owners it is on every rank. Collective over all
+    0, with an `RemoteRow` on the others; without owners it is on every rank. Collective over all
     processes.
     """
     rows: list[np.ndarray | None] = [None] * count
@@ -294,6 +294,6 @@ def gather_by_rollout(
         if not ranks
         else row
         if topology.rank in (owner, WRITER) or owner < 0
-        else elsewhere(size)
+        else remote_row(size)
         for row, ranks, owner, size in zip(gathered, having, owners, sizes, strict=True)
     ]

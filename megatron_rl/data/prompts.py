@@ -18,9 +18,9 @@ from typing import Any, Literal, overload
 import numpy as np
 import pyarrow as pa
 
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
-    Columns,
     PlainRow,
     Row,
     name_row,
@@ -48,7 +48,7 @@ def read_prompts(
     tokenizer: Any,
     *,
     max_prompt_tokens: int,
-    columns: Columns | None = None,
+    columns: ColumnsSection | None = None,
     too_long: Literal["error", "skip"] = "error",
     bad_rows: Literal["error", "skip"] = "error",
     template: Template = "chat",
@@ -75,7 +75,7 @@ def read_prompts(
     if template == "raw":
         check_raw(tokenizer)
     rows = read_distinct_rows(
-        path, columns or Columns(),
+        path, columns or ColumnsSection(),
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
     )  # fmt: skip
     arguments = template_arguments or {}
@@ -145,7 +145,7 @@ def _permutations(size: int, seed: int) -> Callable[[int], np.ndarray]:
 
 def read_distinct_rows(
     path: Path,
-    columns: Columns,
+    columns: ColumnsSection,
     *,
     bad_rows: Literal["error", "skip"],
     system_prompt: str | None,

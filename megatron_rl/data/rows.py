@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
 from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools, refuse_left_out
@@ -34,16 +34,6 @@ _LFS = b"version https://git-lfs"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Column names of a prompt file; a dot selects a field of a struct."""
-
-    prompt: str = "prompt"  # a text, the user's message, or a list of chat messages
-    answer: str = "reward_model.ground_truth"  # a text or a number
-    source: str | None = None  # None: `data_source` where there is one, else the file's name
-    tools: str | None = None  # None: `tools` where there is one
-
-
 class Row(NamedTuple):
     """The parsed fields of a row."""
 
@@ -55,7 +45,7 @@ class Row(NamedTuple):
 
 def check_prompt_file(
     path: str | Path,
-    columns: Columns,
+    columns: ColumnsSection,
     *,
     bad_rows: Literal["error", "skip"] = "error",
     system_prompt: str | None = None,
@@ -88,7 +78,7 @@ def name_row(path: Path, number: int) -> str:
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
 
-def read_rows(path: Path, columns: Columns) -> Iterator[tuple[int, PlainRow]]:
+def read_rows(path: Path, columns: ColumnsSection) -> Iterator[tuple[int, PlainRow]]:
     """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
 
     Raises ValueError if the file is missing, of another kind, damaged, empty or lacks a column.
@@ -125,7 +115,12 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
 
 
 def parse_row(
-    row: PlainRow, columns: Columns, *, path: Path, number: int, system_prompt: str | None = None
+    row: PlainRow,
+    columns: ColumnsSection,
+    *,
+    path: Path,
+    number: int,
+    system_prompt: str | None = None,
 ) -> Row:
     """Parse messages, truth, source and tools; raise UserError if one is missing or malformed.
 
@@ -182,7 +177,12 @@ def parse_answer(value: Any) -> str | None:
 
 
 def _parse_prompt(
-    row: dict[str, Any], columns: Columns, *, path: Path, where: str, system_prompt: str | None
+    row: dict[str, Any],
+    columns: ColumnsSection,
+    *,
+    path: Path,
+    where: str,
+    system_prompt: str | None,
 ) -> tuple[Message, ...]:
     value, system = _find(row, columns.prompt), row.get("system")
     try:
@@ -311,7 +311,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check_columns(names: list[str], columns: Columns, path: Path) -> None:
+def _check_columns(names: list[str], columns: ColumnsSection, path: Path) -> None:
     named = columns.prompt, columns.answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
-from megatron_rl.types import ROUTES, TOKEN_COLUMNS, Elsewhere, Response, Rollout
+from megatron_rl.types import ROUTES, TOKEN_COLUMNS, RemoteRow, Response, Rollout
 
 WRITER = 0  # the rank that has every row, for the files of the run
 PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
@@ -26,14 +26,14 @@ PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer 
 Row = np.ndarray | None  # None: this rank does not have it, or nobody has
 
 
-def elsewhere(length: int) -> np.ndarray:
+def remote_row(length: int) -> np.ndarray:
     """Stand in for a row that this rank does not have; everything but its length is an error."""
-    return cast(np.ndarray, Elsewhere(length))
+    return cast(np.ndarray, RemoteRow(length))
 
 
-def is_here(row: Row) -> bool:
+def is_local(row: Row) -> bool:
     """True if this rank has the values of the row."""
-    return row is not None and not isinstance(row, Elsewhere)
+    return row is not None and not isinstance(row, RemoteRow)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Delivery:
         for index in piece:
             if self.sources[index] == rank:
                 row = rows[index]
-                assert is_here(row), f"row {index} is not on the rank that sends it"
+                assert is_local(row), f"row {index} is not on the rank that sends it"
                 for target in set(self.targets[index]) - {rank}:
                     outgoing[target].append(np.ascontiguousarray(row).view(np.uint8))
             elif rank in self.targets[index]:
@@ -113,19 +113,19 @@ class Delivery:
             yield piece
 
 
-def bring_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
+def fetch_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
     """Return rollouts, with all arrays of those whose indices this rank needs.
 
     Collective, unless every rank has all arrays.
     """
-    brought = bring_responses([rollout.response for rollout in rollouts], needed)
+    brought = fetch_responses([rollout.response for rollout in rollouts], needed)
     return [
         rollout if response is rollout.response else replace(rollout, response=response)
         for rollout, response in zip(rollouts, brought, strict=True)
     ]
 
 
-def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
+def fetch_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
     """Return responses, with all arrays of those whose indices this rank needs; as above."""
     brought, owners = list(responses), [response.owner for response in responses]
     if max(owners, default=-1) < 0:
@@ -142,7 +142,7 @@ def bring_responses(responses: Sequence[Response], needed: Collection[int]) -> l
     return brought
 
 
-def bring_rows(
+def fetch_rows(
     rows: Sequence[Row], needed: Collection[int], *, rollouts: Sequence[Rollout]
 ) -> list[Row]:
     """Return one float32 row per rollout, with the values of those that this rank needs.

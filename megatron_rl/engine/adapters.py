@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.incoming import check_tensors
 from megatron_rl.models.adapters import engine_modules, slot_rank
@@ -21,7 +22,6 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.push import (
     Resharder,
-    ReshardSettings,
     SyncStats,
     WeightReceiver,
     WeightSource,
@@ -32,13 +32,10 @@ from megatron_rl.resharding.push import (
 class AdapterSettings:
     """Adapters that the engine computes with.
 
-    rank: rows of A, columns of B. scale: factor of B A. targets: as in `models/weights.py`.
     versions: how many the engine has at the same time; the oldest makes room for a new one.
     """
 
-    rank: int
-    scale: float
-    targets: tuple[str, ...]
+    lora: LoraSection
     versions: int = 1
 
 
@@ -65,16 +62,16 @@ def lora_arguments(settings: AdapterSettings | None, shape: ModelShape) -> dict[
         "enable_lora": True,
         "max_loras": settings.versions,
         "max_cpu_loras": settings.versions,
-        "max_lora_rank": slot_rank(settings.rank),
-        "lora_target_modules": engine_modules(shape, settings.targets),
+        "max_lora_rank": slot_rank(settings.lora.rank),
+        "lora_target_modules": engine_modules(shape, settings.lora.targets),
     }
 
 
 def start_adapters(
-    llm: Any, host: Host, settings: AdapterSettings | None, resharding: ReshardSettings
+    llm: Any, host: Host, settings: AdapterSettings | None, resharder: Resharder
 ) -> "EngineAdapters | None":
     """Return the adapters of a started vLLM; None without settings."""
-    return None if settings is None else EngineAdapters(llm, host, settings, resharding)
+    return None if settings is None else EngineAdapters(llm, host, settings, resharder)
 
 
 class EngineAdapters:
@@ -84,14 +81,16 @@ class EngineAdapters:
     """
 
     def __init__(
-        self, llm: Any, host: Host, settings: AdapterSettings, resharding: ReshardSettings
+        self, llm: Any, host: Host, settings: AdapterSettings, resharder: Resharder
     ) -> None:
-        self._llm, self._host, self.settings, self._resharding = llm, host, settings, resharding
+        self._llm, self._host, self.settings, self._resharder = llm, host, settings, resharder
         # vLLM cuts whole factors itself. They are small, so every slice of every push is checked.
         self.layout = EngineLayout(1, host.layout.world_size)
-        self._factors = Resharder(self, replace(resharding, full_check_every=1))
+        lora = settings.lora
+        checked = resharder.settings.model_copy(update={"full_check_every": 1})
+        self._factors = Resharder(self, checked, resharder.ranks_per_node)
         self.dtype, self.has_base = host.dtype, False
-        self.shape = replace(host.shape, factors=Factors(settings.rank, settings.targets))
+        self.shape = replace(host.shape, factors=Factors(lora.rank, tuple(lora.targets)))
         self._pieces: dict[str, list[Piece]] = {}
         for piece in host.layout.pieces(self.shape, rank=host.topology.rank):
             self._pieces.setdefault(piece.parameter, []).append(piece)
@@ -116,7 +115,8 @@ class EngineAdapters:
         if self.has_base:
             return self._factors.push(factors, version=version)
         # A resharder of its own: every slice is checked, and its memory is released.
-        first = Resharder(self._host, self._resharding).push(base, version=version)
+        resharder = Resharder(self._host, self._resharder.settings, self._resharder.ranks_per_node)
+        first = resharder.push(base, version=version)
         self.has_base = True
         return first + self._factors.push(factors, version=version)
 
@@ -176,7 +176,7 @@ class EngineAdapters:
         """Return B times the scale, rounded once, and A as it is."""
         if name.endswith("lora_A.weight"):
             return factor
-        return (factor.float() * self.settings.scale).to(self.dtype)
+        return (factor.float() * self.settings.lora.scale).to(self.dtype)
 
     def _make_room(self, version: int) -> None:
         """Remove this version, if it was sent before, or the one sent first if no slot is free."""
@@ -194,7 +194,7 @@ class EngineAdapters:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        rank, layers = self.settings.rank, {}
+        rank, layers = self.settings.lora.rank, {}
         for weight in self.shape.weights:
             if not weight.megatron.endswith("lora_b"):
                 continue

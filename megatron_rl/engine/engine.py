@@ -102,7 +102,7 @@ class RolloutEngine(Protocol):
         batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
-        everywhere: bool = True,
+        on_all_ranks: bool = True,
         conversations: ConversationSettings | None = None,
     ) -> list[Response]:
         """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
@@ -110,7 +110,7 @@ class RolloutEngine(Protocol):
         sampling: settings for all prompts, or one per prompt.
         batches: multiplies the time limit, for calls that generate several rollout batches.
         on_response: called on one rank for each response as soon as it is finished.
-        everywhere: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
+        on_all_ranks: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
             rank that generated them (`types.Response.owner`).
         conversations: each response is a conversation with an environment; None: one turn.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.token_rows import bring_responses
+from megatron_rl.data.token_rows import fetch_responses
 from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.requests import sampling_params
 from megatron_rl.engine.response_gather import Generated
@@ -211,7 +211,7 @@ def assign_requests(parts: Sequence[RolloutWindow], *, engine: int, engines: int
     return assigned
 
 
-def bring_started(
+def fetch_started(
     parts: Sequence[RolloutWindow], paused: Collection[Key], *, engine: int, engines: int
 ) -> list[Assigned]:
     """Assign requests as below, with the tokens that each continues on this rank; collective.
@@ -223,7 +223,7 @@ def bring_started(
         assigned = assign_requests([part], engine=engine, engines=engines)
         needed = [position for position, key, _, started, _ in assigned
                   if started is not None and key not in paused]  # fmt: skip
-        return replace(part, started=bring_responses(part.started, needed))
+        return replace(part, started=fetch_responses(part.started, needed))
 
     return assign_requests(list(map(bring, parts)), engine=engine, engines=engines)
 

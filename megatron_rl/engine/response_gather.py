@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.token_rows import WRITER, Delivery, elsewhere, is_here
+from megatron_rl.data.token_rows import WRITER, Delivery, is_local, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.types import ROUTES, TOKEN_COLUMNS, FinishReason, GradeResult
 
@@ -51,7 +51,7 @@ def _write_conversation(response: Generated) -> bytes:
 
 def _read_texts(letters: np.ndarray, size: int) -> dict[str, Any]:
     """Decode a text of `size` bytes, and the conversation after it; nothing on another rank."""
-    data = letters.tobytes() if is_here(letters) else b""
+    data = letters.tobytes() if is_local(letters) else b""
     fields: dict[str, Any] = {"text": data[:size].decode()}
     if len(data) > size:
         messages, grade = json.loads(data[size:])
@@ -69,11 +69,11 @@ def gather_seconds(own: float, *, device: torch.device) -> list[float]:
 
 
 def gather_responses(
-    own: Sequence[Generated], *, everywhere: bool, owners: Mapping[int, int] | None = None
+    own: Sequence[Generated], *, on_all_ranks: bool, owners: Mapping[int, int] | None = None
 ) -> list[Generated]:
     """Return all ranks' responses ordered by position; collective over all processes.
 
-    everywhere: with their columns and texts on every rank; else on their owner and on rank 0.
+    on_all_ranks: with their columns and texts on every rank; else on their owner and on rank 0.
     owners: by position, the same on every rank; others belong to the rank that generated them.
     """
     own = sorted(own, key=lambda response: response.position)
@@ -89,12 +89,12 @@ def gather_responses(
         rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str, *, to_writer: bool = True
     ) -> list[np.ndarray]:
         some = [{one, WRITER} if to_writer else {one} for one in owned]
-        targets = [range(dist.get_world_size())] * len(owned) if everywhere else some
+        targets = [range(dist.get_world_size())] * len(owned) if on_all_ranks else some
         mine = [rows[places[position]].astype(dtype) if position in places else None
                 for position in positions]  # fmt: skip
         received = Delivery(lengths, sources, targets).send(mine, dtype)
         return [
-            row if row is not None and dist.get_rank() in ranks else elsewhere(length)
+            row if row is not None and dist.get_rank() in ranks else remote_row(length)
             for row, ranks, length in zip(received, targets, lengths, strict=True)
         ]
 
@@ -113,7 +113,7 @@ def gather_responses(
         Generated(
             position=position,
             finish_reason=_FINISH_REASONS[reasons[index]],
-            owner=-1 if everywhere else owned[index],
+            owner=-1 if on_all_ranks else owned[index],
             version=versions[index],
             **observed.get(position, {}),
             **_read_texts(letters[index], text_sizes[index]),

@@ -59,7 +59,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 @contextmanager
-def hosted_start(*, rank: int, world_size: int, local_rank: int) -> Iterator[None]:
+def preserved_process_state(*, rank: int, world_size: int, local_rank: int) -> Iterator[None]:
     """Restore the process state after vLLM is imported and constructed inside this block.
 
     rank, world_size, local_rank: the values that vLLM's external launcher backend reads.
@@ -137,7 +137,9 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
     tokenizer: finds stop strings in what it decodes; None: vLLM decodes nothing.
     """
     local_rank = topology.device.index or 0 if topology.device.type == "cuda" else topology.rank
-    with hosted_start(rank=topology.rank, world_size=topology.world_size, local_rank=local_rank):
+    with preserved_process_state(
+        rank=topology.rank, world_size=topology.world_size, local_rank=local_rank
+    ):
         with without_garbage_collection():
             from vllm import LLM
 

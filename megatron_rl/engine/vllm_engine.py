@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config.sections import ReshardingSection, RolloutSection
 from megatron_rl.distributed.agreement import StragglerBarrier
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
@@ -34,7 +35,7 @@ from megatron_rl.engine.incoming import (
 )
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
-    bring_started,
+    fetch_started,
     find_owners,
     merge_outputs,
     to_generated,
@@ -61,7 +62,7 @@ from megatron_rl.engine.starting import (
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats, WeightSource
+from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 
@@ -69,77 +70,69 @@ class VllmEngine:
     """vLLM in the actor's processes, with weights received directly from the actor.
 
     model_folder: its config.json is read, its weights are not.
-    tokenizer: decodes responses, and finds `stop` in them; None leaves their texts empty.
-    tensor: ranks per engine; must divide the world size and the model's heads.
-    expert_parallel: whole experts on each rank instead of a slice of every expert.
+    settings: sizes, limits and stops; `tensor` must divide the world size and the model's heads.
+    tokenizer: decodes responses, and finds stop strings in them; None leaves their texts empty.
     topology: the actor's rank, world size and device. Process groups must exist.
     max_model_len: maximum prompt plus response length in tokens.
-    kv_cache_bytes: KV cache size; None on CUDA, where `gpu_memory_utilization` decides.
-    time_limit, stall_limit: seconds for one call, and without a finished response, until an error.
-    stop_token_ids, stop: additional stop tokens and stop strings.
     partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
     adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
-    hooks, further_arguments: callbacks to the run; additional arguments of vLLM's `LLM`.
+    resharding, ranks_per_node: of weight syncs (see `Resharder`). hooks: callbacks to the run.
     """
 
     def __init__(
         self,
         model_folder: str | Path,
+        settings: RolloutSection,
         *,
         tokenizer: Any = None,
-        tensor: int,
         topology: Topology,
         dtype: torch.dtype,
         max_model_len: int,
-        expert_parallel: bool = False,
         seed: int = 0,
-        kv_cache_bytes: int | None = None,
-        gpu_memory_utilization: float = 0.5,
-        max_num_seqs: int = 256,
-        time_limit: float = 7200.0,
-        stall_limit: float = 1800.0,
-        stop_token_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
         partial_rollouts: bool = False,
         routes: bool = False,
         adapters: AdapterSettings | None = None,
-        resharding: ReshardSettings | None = None,
+        resharding: ReshardingSection | None = None,
+        ranks_per_node: int | None = None,
         hooks: EngineHooks | None = None,
-        further_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
         self.shape: ModelShape = read_model_shape(model_folder)
-        self.layout = EngineLayout(tensor, topology.world_size, expert_parallel)
+        self.layout = EngineLayout(settings.tensor, topology.world_size, settings.expert_parallel)
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
-        self.time_limit, self.stall_limit = time_limit, stall_limit
+        self.settings = settings
         self._hooks = hooks or EngineHooks()
         self._version, self._asleep, self._tokenizer = -1, False, tokenizer
         self._engine_seconds = [0.0] * topology.world_size  # by rank
         self.environment_costs: Mapping[str, float] = {}
-        self._work = StragglerBarrier("generating", patience=stall_limit + 2 * CLEAN_UP_SECONDS)
-        self._resharder = Resharder(self, resharding or ReshardSettings())
+        patience = settings.stall_seconds + 2 * CLEAN_UP_SECONDS
+        self._work = StragglerBarrier("generating", patience=patience)
+        self._resharder = Resharder(self, resharding or ReshardingSection(), ranks_per_node)
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
-            token_ids=stop_token_ids, texts=stop,
+            token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
         arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
         arguments |= {
             "model": str(model_folder), "dtype": str(dtype).removeprefix("torch."), "seed": seed,
-            "tensor_parallel_size": tensor, "max_num_seqs": max_num_seqs,
-            "kv_cache_memory_bytes": kv_cache_bytes,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enable_expert_parallel": check_expert_parallel(expert_parallel, on_cuda=on_cuda),
+            "tensor_parallel_size": settings.tensor, "max_num_seqs": settings.max_num_seqs,
+            "kv_cache_memory_bytes": None if on_cuda else settings.kv_cache_mib * 2**20,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enable_expert_parallel": check_expert_parallel(
+                settings.expert_parallel, on_cuda=on_cuda
+            ),
         }  # fmt: skip
         arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
         arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
-        arguments |= lora_arguments(adapters, self.shape) | dict(further_arguments or {})
-        self._llm = start_vllm(topology, arguments, tokenizer=tokenizer if stop else None)
+        arguments |= lora_arguments(adapters, self.shape) | settings.engine
+        reads_text = tokenizer if settings.stop else None
+        self._llm = start_vllm(topology, arguments, tokenizer=reads_text)
         self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
-        self._adapters = start_adapters(self._llm, self, adapters, self._resharder.settings)
-        limit = max_num_seqs if on_cuda else None
+        self._adapters = start_adapters(self._llm, self, adapters, self._resharder)
+        limit = settings.max_num_seqs if on_cuda else None
         self._partial = PartialRequests(self._llm.llm_engine, self._stop, max_num_seqs=limit)
 
     def describe_stop(self) -> str:
@@ -163,10 +156,10 @@ class VllmEngine:
         batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
-        everywhere: bool = True,
+        on_all_ranks: bool = True,
         conversations: ConversationSettings | None = None,
     ) -> list[Response]:
-        """Implement `RolloutEngine.generate` within `batches` times `time_limit`. Collective.
+        """Implement `RolloutEngine.generate` within `batches` times the time limit. Collective.
 
         Each sample's seed is derived from (sampling.seed, prompt, sample): responses do not depend
         on the layout or on other requests in the batch. Raises ValueError if a prompt does not fit.
@@ -202,7 +195,7 @@ class VllmEngine:
             self._run(requests, batches=batches, on_finished=finished.add)
             return finished.own
 
-        generated = self._gather(run, everywhere=everywhere)
+        generated = self._gather(run, on_all_ranks=on_all_ranks)
         self.environment_costs = further.sum_costs() if further is not None else {}
         assert [item.position for item in generated] == list(range(len(prompts) * samples))
         return list(map(finished.response, generated))
@@ -219,10 +212,10 @@ class VllmEngine:
             self._check_prompts(part.prompts, tokens=part.sampling.max_tokens)
         engines = self.topology.world_size // self.layout.tensor
         engine, rank = divmod(self.topology.rank, self.layout.tensor)
-        assigned = bring_started(parts, self._partial.paused, engine=engine, engines=engines)
+        assigned = fetch_started(parts, self._partial.paused, engine=engine, engines=engines)
 
         def run() -> list[Generated]:
-            own, limit = [item[1:] for item in assigned], self.time_limit
+            own, limit = [item[1:] for item in assigned], self.settings.time_limit_seconds
             self._partial.version, self._partial.lora_request = self._version, self._lora_request
             requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
             if not keep_cache:
@@ -233,7 +226,7 @@ class VllmEngine:
                 if position % self.layout.tensor == rank
             ]
 
-        generated = self._gather(run, everywhere=False, owners=find_owners(parts))
+        generated = self._gather(run, on_all_ranks=False, owners=find_owners(parts))
         return merge_outputs(parts, generated)
 
     def _gather(self, run: Callable[[], list[Generated]], **where: Any) -> list[Generated]:
@@ -347,7 +340,7 @@ class VllmEngine:
 
     def _run(self, requests: Sequence[SequenceRequest], *, batches: int = 1, **calls: Any) -> None:
         run_requests(
-            self._llm.llm_engine, requests, time_limit=batches * self.time_limit,
-            stall_limit=self.stall_limit, on_step=self._hooks.on_step,
+            self._llm.llm_engine, requests, time_limit=batches * self.settings.time_limit_seconds,
+            stall_limit=self.settings.stall_seconds, on_step=self._hooks.on_step,
             should_stop=self._hooks.should_stop, lora_request=self._lora_request, **calls,
         )  # fmt: skip

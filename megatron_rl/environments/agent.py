@@ -18,7 +18,7 @@ from megatron_rl.environments.endpoint import Endpoint, Session
 from megatron_rl.environments.interface import Answer, TurnTokens
 from megatron_rl.errors import UserError
 from megatron_rl.messages import parse_messages
-from megatron_rl.rewards.worker import as_number, shown
+from megatron_rl.rewards.worker import as_number, format_value
 
 _MAX_ERROR = 300  # characters of a command's last line
 
@@ -79,7 +79,7 @@ class AgentEnvironment:
         assert self._agent is not None
         reward = as_number(self._agent.result())
         if reward is None:
-            returned = shown(self._agent.result())
+            returned = format_value(self._agent.result())
             raise UserError(f"the agent returned {returned}; return the reward, a finite number")
         return Answer(reward=reward, done=True, reason="agent ended")
 

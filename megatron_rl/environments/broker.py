@@ -99,7 +99,7 @@ class EnvironmentBroker(Broker):
         self._conversations: dict[int, Conversation] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Receive a message of the trainer."""
         if "journal" in message:
             if self._journal is not None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import load_verifier
-from megatron_rl.rewards.worker import as_number, shown
+from megatron_rl.rewards.worker import as_number, format_value
 from megatron_rl.texts import clean
 
 MAX_OBSERVATION = 1_000_000  # characters; the context of any model is shorter
@@ -150,19 +150,21 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
     """
     if not isinstance(value, Answer):
         raise TypeError(
-            f"{name} returned {shown(value)}; return megatron_rl.environments.Answer(observation, "
-            "reward, done, reason)"
+            f"{name} returned {format_value(value)}; return "
+            "megatron_rl.environments.Answer(observation, reward, done, reason)"
         )
     reward = None if value.reward is None else as_number(value.reward)
     if value.reward is not None and reward is None:
         raise TypeError(
-            f"{name} returned the reward {shown(value.reward)}; return a finite number, or None"
+            f"{name} returned the reward {format_value(value.reward)}; return a finite "
+            "number, or None"
         )
     flags = isinstance(value.done, bool) and isinstance(value.restarts, bool)
     if not flags or not isinstance(value.reason, str):
         raise TypeError(
-            f"{name} returned done={shown(value.done)}, restarts={shown(value.restarts)} and "
-            f"reason={shown(value.reason)}; return True or False twice, and a text"
+            f"{name} returned done={format_value(value.done)}, "
+            f"restarts={format_value(value.restarts)} and "
+            f"reason={format_value(value.reason)}; return True or False twice, and a text"
         )
     roles = (*_ROLES, "assistant") if value.restarts else _ROLES
     observation = _read_observation(value.observation, name=name, roles=roles)
@@ -181,7 +183,7 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
 def _read_tokens(value: Any, *, name: str) -> list[int]:
     if not is_token_list(value):
         raise TypeError(
-            f"{name} returned token_ids={shown(value)}; return a list of at most "
+            f"{name} returned token_ids={format_value(value)}; return a list of at most "
             f"{MAX_OBSERVATION:,} integers from 0 on"
         )
     return value
@@ -202,8 +204,8 @@ def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | l
         _is_message(one, roles) for one in messages
     ):
         raise TypeError(
-            f"{name} returned the observation {shown(value)}; return a text, or a list of messages "
-            f"as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
+            f"{name} returned the observation {format_value(value)}; return a text, or a list of "
+            f"messages as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
         )
     characters = sum(len(message["content"]) for message in messages)
     if characters > MAX_OBSERVATION:

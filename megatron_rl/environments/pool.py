@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.environment_section import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,

@@ -34,7 +34,7 @@ _DEFAULT_TEXT_MODELS = {
 }
 
 
-def why_missing(architecture: str, config: dict[str, Any]) -> str | None:
+def reason_unsupported(architecture: str, config: dict[str, Any]) -> str | None:
     """Return what is missing for an architecture that is not supported; None if unknown."""
     texts = [config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)]
     kind = _DEFAULT_TEXT_MODELS.get(architecture)

@@ -13,9 +13,9 @@ from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.config_keys import (
     TEXT_MODELS,
     UNKNOWN,
+    reason_unsupported,
     shape_problems,
     unsupported_keys,
-    why_missing,
     with_defaults,
 )
 from megatron_rl.models.delta_net import DeltaShape, delta_sizes, read_delta
@@ -360,7 +360,7 @@ def _find_architecture(config: dict[str, Any], path: Path) -> Architecture:
     name = names[0] if isinstance(names, list) and names else "(none)"
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    why = f" ({reason})" if (reason := why_missing(name, config)) else ""
+    why = f" ({reason})" if (reason := reason_unsupported(name, config)) else ""
     raise UserError(
         f"{path}: architecture {name} is not supported{why}; choose from {sorted(ARCHITECTURES)}"
     )

@@ -6,26 +6,24 @@ Modules that need torch are imported on first use, so that a config can be check
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.objectives.choice import OBJECTIVE_NAMES, choose_objective
-from megatron_rl.objectives.experimental import EXPERIMENTAL
-from megatron_rl.objectives.named import NAMED
+from megatron_rl.objectives.named import EXPERIMENTAL, NAMED, OBJECTIVE_NAMES, choose_objective
 from megatron_rl.objectives.spec import ObjectiveSpec
 
 if TYPE_CHECKING:
-    from megatron_rl.objectives.build import build_objective
     from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
     from megatron_rl.objectives.objective import (
         OaplObjective,
         Objective,
         ObjectiveResult,
         PolicyObjective,
+        build_objective,
     )
     from megatron_rl.objectives.padded import policy_loss
     from megatron_rl.objectives.pnpo import pnpo_loss
     from megatron_rl.objectives.statistics import Statistics
 
 _COMPUTES = {
-    "build_objective": "build", "TokenClasses": "inputs", "TokenInputs": "inputs",
+    "build_objective": "objective", "TokenClasses": "inputs", "TokenInputs": "inputs",
     "Objective": "objective", "OaplObjective": "objective", "ObjectiveResult": "objective",
     "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "pnpo",
     "Statistics": "statistics",

@@ -1,19 +1,24 @@
-"""Evaluate an objective on one micro-batch.
+"""Objectives: built from a config's name and overrides, evaluated on one micro-batch.
 
 J = sum over valid decisions of one term per token, divided by global denominators. The loss is -J;
 the quantity to minimize is the sum of the losses of all tokens, micro-batches and ranks.
 Shapes: t tokens on this rank, in the order of its SequenceLayout.
 """
 
+import importlib
 import math
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.errors import UserError
 from megatron_rl.objectives.constraints import (
     ConstrainedWeights,
     TokenWeights,
@@ -21,12 +26,18 @@ from megatron_rl.objectives.constraints import (
     scale_negative,
     second_moment_gate,
 )
-from megatron_rl.objectives.diagnostics import Terms, compute_statistics
-from megatron_rl.objectives.function_spec import FunctionSpec
 from megatron_rl.objectives.inputs import MinibatchTokens, TokenClasses, TokenInputs
-from megatron_rl.objectives.spec import OaplSpec, ObjectiveSpec, SecondMoment
-from megatron_rl.objectives.statistics import Statistics
-from megatron_rl.objectives.terms import kl_penalty, rollout_factor
+from megatron_rl.objectives.named import choose_objective
+from megatron_rl.objectives.spec import (
+    FunctionSpec,
+    KlPenalty,
+    OaplSpec,
+    ObjectiveSpec,
+    RolloutCorrection,
+    SecondMoment,
+    check_function,
+)
+from megatron_rl.objectives.statistics import Statistics, Terms, compute_statistics
 from megatron_rl.objectives.weights import LogRatios, build_scans, compute_log_weight
 from megatron_rl.types import Denominators
 
@@ -117,7 +128,7 @@ class Objective(PolicyObjective):
                 "balanced is a factor of a whole minibatch: give this objective's resolve() the "
                 "minibatch's tokens, and call what it returns"
             )
-        weighed = self.weigh(x, layout)
+        weighed = self.compute_weights(x, layout)
         constrained, factor = weighed.constrained, weighed.factor
         if spec.gradient == "detached":  # sg[weight * A] * log pi
             coefficient = constrained.coefficient * x.advantages
@@ -138,7 +149,7 @@ class Objective(PolicyObjective):
         policy_term = -torch.where(layout.mask, term / denominator, 0)
         return weighed, Terms(policy_term, kl, entropy)
 
-    def weigh(self, x: TokenInputs, layout: SequenceLayout) -> TokenWeights:
+    def compute_weights(self, x: TokenInputs, layout: SequenceLayout) -> TokenWeights:
         """Compute the weight of each token and apply the constraint, from prepared inputs."""
         spec = self.spec
         # With a detached gradient, weight, gate and advantage are constants: no backward scan.
@@ -239,3 +250,121 @@ def zero_masked_log_weights(log_weight: Tensor, dropped: Tensor, factor: Tensor 
     if factor is not None:
         dropped = dropped | (factor == 0)
     return torch.where(dropped, log_weight.clamp(max=80), log_weight)
+
+
+def kl_penalty(kl: KlPenalty, x: TokenInputs) -> Tensor:
+    """Compute coefficient * rho_t * k_t; [t], differentiable in rho and k.
+
+    k3 alone in a loss has the gradient (1 - q) z of another divergence; rho k3 has
+    rho log(pi / pi_ref) z, whose expectation under the behavior policy is grad KL(pi || pi_ref).
+    """
+    assert x.reference_logprobs is not None, "checked with the inputs"
+    log_q = x.reference_logprobs - x.policy_logprobs
+    log_ratio = x.policy_logprobs - x.behavior_logprobs
+    # Where pi = pi_ref the estimate is 0, but rho may overflow: avoid inf * 0.
+    rho = torch.exp(torch.where(log_q == 0, log_ratio.clamp(max=80), log_ratio))
+    match kl.estimator:
+        case "k1":
+            return kl.coefficient * rho * -log_q
+        case "k2":
+            return kl.coefficient * rho * (log_q.square() / 2)
+        case "k3":
+            # For large q, rho q = pi_ref / pi_beta stays finite: avoid 0 * inf. Near q = 1 only
+            # expm1 is exact.
+            large = log_q > 40
+            near = torch.where(large, 0, log_q)
+            product = torch.exp(x.reference_logprobs - x.behavior_logprobs)
+            far = kl.coefficient * (product - rho * (1 + log_q))
+            return torch.where(large, far, kl.coefficient * rho * (torch.expm1(near) - near))
+    raise AssertionError(f"unknown estimator {kl.estimator}")
+
+
+@torch.no_grad()
+def rollout_factor(correction: RolloutCorrection, x: TokenInputs, ratios: LogRatios) -> Tensor:
+    """Compute the constant factor of each token's policy term; [t]."""
+    log_gap = x.log_gap
+    assert log_gap is not None, "checked with the inputs"
+    if correction.level != "token":
+        log_gap = ratios.total("log_gap")
+    if correction.level == "sequence_mean":
+        log_gap = log_gap / ratios.layout.length.clamp(min=1)
+    low = -math.inf if correction.low is None else math.log(correction.low)
+    high = math.log(correction.high)
+    truncated = torch.exp(log_gap.clamp(low, high))
+    if correction.mode == "truncate":
+        return truncated
+    return torch.where((log_gap >= low) & (log_gap <= high), truncated, 0)
+
+
+@dataclass(frozen=True)
+class LayoutStatistics:
+    """Per-token statistics of whole responses, under any layout; [t] each, 0 off the mask.
+
+    The sums of log-ratios are differentiable in the policy's log-probs.
+    """
+
+    position: Tensor  # int, t: valid decisions of the response up to this token, from 1
+    length: Tensor  # int, L: valid decisions of the response
+    prefix_log_ratio: Tensor  # S_t, the sum of policy minus behavior log-probs up to this token
+    response_log_ratio: Tensor  # S_L, the sum over the whole response
+
+
+LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, LayoutStatistics], Tensor]
+
+
+@dataclass(frozen=True)
+class FunctionObjective(PolicyObjective):
+    """A user's own loss: a pure function of the tokens of one micro-batch on this rank."""
+
+    spec: FunctionSpec
+    function: LossFunction
+
+    @classmethod
+    def load(cls, spec: FunctionSpec) -> "FunctionObjective":
+        """Import the function; raise UserError if it does not exist or takes other arguments."""
+        check_function(spec.function)
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        module, _, name = spec.function.partition(":")
+        function = getattr(importlib.import_module(module), name, None)
+        if not callable(function):
+            raise UserError(f"objective.function={spec.function}: {name} is not a function")
+        return cls(spec, function)
+
+    def evaluate(
+        self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
+    ) -> tuple[TokenWeights, Terms]:
+        """Divide the function's losses by the denominators; its weights are reported as 1."""
+        ratios = LogRatios.of(x.policy_logprobs - x.behavior_logprobs, layout)
+        zero = torch.zeros_like(ratios.token)
+        statistics = LayoutStatistics(
+            position=torch.where(layout.mask, layout.position, 0),
+            length=torch.where(layout.mask, layout.length, 0),
+            prefix_log_ratio=torch.where(layout.mask, ratios.prefix_sum, zero),
+            response_log_ratio=torch.where(layout.mask, ratios.total("log_ratio"), zero),
+        )
+        loss = self.function(
+            x.policy_logprobs, x.behavior_logprobs, x.advantages, layout.mask, statistics
+        )
+        if not isinstance(loss, Tensor) or loss.shape != zero.shape:
+            returned = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise UserError(
+                f"objective.function={self.spec.function} returned {returned}; return one loss "
+                f"per token, {tuple(zero.shape)}, without a mean or a sum"
+            )
+        loss = loss / token_denominator(self.spec, layout, denominators)
+        one = torch.ones_like(zero)
+        weights = TokenWeights(ratios, ratios.token, ConstrainedWeights(one, one, one.bool()))
+        return weights, Terms(torch.where(layout.mask, loss, 0))
+
+
+def build_objective(name: str, **overrides: Any) -> PolicyObjective:
+    """Build the named objective with some of its fields replaced.
+
+    `overrides` are fields of ObjectiveSpec as plain values, as in a config (see
+    `choose_objective`). Raises ValueError with the nearest known name.
+    """
+    choice = choose_objective(name, overrides)
+    if isinstance(choice, FunctionSpec):
+        return FunctionObjective.load(choice)
+    return Objective(choice) if isinstance(choice, ObjectiveSpec) else OaplObjective(choice.beta)

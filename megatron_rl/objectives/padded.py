@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.objectives.build import build_objective
-from megatron_rl.objectives.checked import check
 from megatron_rl.objectives.inputs import MinibatchTokens, TokenInputs
-from megatron_rl.objectives.objective import PolicyObjective
+from megatron_rl.objectives.objective import PolicyObjective, build_objective
+from megatron_rl.objectives.spec import check
 from megatron_rl.types import Denominators
 
 # Metrics that `metrics="summary"` returns, if present.

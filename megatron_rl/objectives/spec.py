@@ -1,15 +1,88 @@
-"""Specification of an objective: a choice on four axes, and optional terms.
+"""Specification of an objective: a choice on four axes and optional terms, or a user's own loss.
 
-Frozen, validated on construction, and free of tensors; `Objective` evaluates it. Positions: t
-counts the valid decisions of a response from 1 to L.
+Frozen, validated on construction, and without torch; `Objective` and `FunctionObjective` evaluate
+it. Positions: t counts the valid decisions of a response from 1 to L.
 """
 
+import ast
+import math
+import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import UserError
-from megatron_rl.objectives.checked import Checked, NotNegative, Positive, check_number
-from megatron_rl.objectives.optional_terms import KlPenalty, RolloutCorrection
+
+# Numbers with their constraints.
+Positive = Annotated[float, ">", 0]
+NotNegative = Annotated[float, ">=", 0]
+
+
+class Checked:
+    """A base class for dataclasses that checks each field: a literal, a number or a component."""
+
+    def __post_init__(self) -> None:
+        for name, declared in get_type_hints(type(self), include_extras=True).items():
+            check(name, getattr(self, name), declared)
+
+
+def check(name: str, value: object, declared: Any) -> None:
+    """Raise UserError unless the value of a field matches its declared type."""
+    kinds = get_args(declared) if type(None) in get_args(declared) else (declared,)
+    if value is None and type(None) in kinds:
+        return
+    kind = kinds[0]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise UserError(f"{name} is {value!r}: choose one of {choices}")
+    elif kind is float or get_origin(kind) is Annotated:
+        check_number(name, value, *getattr(kind, "__metadata__", (">=", -math.inf)))
+    elif not isinstance(value, kinds):
+        names = " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
+        raise UserError(f"{name} is {value!r}: it must be of type {names}")
+
+
+def check_number(name: str, value: object, relation: str, minimum: float) -> None:
+    """Raise UserError unless `value` is a finite number in the given relation to `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{name} is {value!r}: it must be a finite number")
+    if value < minimum or (relation == ">" and value == minimum):
+        raise UserError(f"{name} is {value}: it must be {relation} {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlPenalty(Checked):
+    """KL penalty: coefficient * rho_t * k_t added to the loss, differentiated in both factors.
+
+    With q = pi_ref / pi_theta of the sampled token: k1 = -log q, k2 = (log q)^2 / 2,
+    k3 = q - 1 - log q (http://joschu.net/blog/kl-approx.html). rho_t makes the expectation one
+    over the policy's own action, so that k1 and k3 have the gradient of KL(pi_theta || pi_ref).
+    """
+
+    coefficient: Positive
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCorrection(Checked):
+    """A constant factor for the mismatch between recomputed and engine log-probabilities.
+
+    c = exp(behavior - rollout) of the token, of the whole response (its product) or of the
+    response's geometric mean; "truncate" moves it into [low, high] (truncated importance
+    sampling), "mask" replaces it by 0 outside (IcePop, arXiv 2510.18855).
+    """
+
+    level: Literal["token", "sequence", "sequence_mean"] = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    low: Positive | None = None
+    high: Positive = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low is not None and self.low >= self.high:
+            raise UserError(f"low {self.low} is not below high {self.high}")
+
 
 Weight = Literal[
     "token", "prefix_mean", "prefix_product", "prefix_min",
@@ -308,3 +381,68 @@ class OaplSpec(Checked):
     def needs(self) -> dict[str, object]:
         """No optional inputs."""
         return {}
+
+
+FUNCTION = "function"  # the name of the objective whose loss is a user's own
+PARAMETERS = ("policy_logprobs", "behavior_logprobs", "advantages", "mask", "statistics")
+
+
+@dataclass(frozen=True)
+class FunctionSpec(Checked):
+    """A user's own per-token loss, as `module:function`, and its aggregation."""
+
+    function: str
+    aggregation: Aggregation = "response_mean"
+    constant: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        module, _, name = self.function.partition(":")
+        if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
+            raise UserError(
+                f"function is {self.function!r}: it must be module:function, such as my_losses:loss"
+            )
+        check_constant(self.constant, self.aggregation)
+
+    @property
+    def needs(self) -> dict[str, object]:
+        """No optional inputs."""
+        return {}
+
+
+def check_function(name: str) -> None:
+    """Raise UserError unless the source of `module:function` defines a function of 5 arguments."""
+    module, _, function = name.partition(":")
+    stem = Path(*module.split("."))
+    files = [
+        file
+        for folder in ("", *sys.path)
+        for file in (Path(folder, stem.with_suffix(".py")), Path(folder, stem, "__init__.py"))
+        if file.is_file()
+    ]
+    if not files:
+        raise UserError(
+            f"objective.function={name}: there is no module {module}; start in the folder that "
+            "contains it, or install it"
+        )
+    try:
+        body = ast.parse(files[0].read_bytes()).body
+    except SyntaxError as error:
+        raise UserError(f"objective.function={name}: {files[0]}: {error}; correct it") from None
+    functions = {node.name: node.args for node in body if isinstance(node, ast.FunctionDef)}
+    imported = any(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) for node in body)
+    if function not in functions:
+        if function in files[0].read_text(encoding="utf-8") and imported:
+            return  # possibly imported from elsewhere, or decorated: importing it will show
+        raise UserError(
+            f"objective.function={name}: {files[0]} has no function {function}; it has "
+            f"{', '.join(functions) or 'none'}"
+        )
+    arguments = functions[function]
+    count = len(arguments.posonlyargs + arguments.args)
+    required = count - len(arguments.defaults)
+    if not (required <= len(PARAMETERS) and (arguments.vararg or count >= len(PARAMETERS))):
+        raise UserError(
+            f"objective.function={name} takes {count} arguments; it must take "
+            f"{len(PARAMETERS)}: {', '.join(PARAMETERS)}"
+        )

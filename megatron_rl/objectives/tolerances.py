@@ -3,7 +3,7 @@
 The section "Which tolerances for my response length?" derives it and compares it with measurements.
 """
 
-from megatron_rl.objectives.choice import Spec
+from megatron_rl.objectives.named import Spec
 from megatron_rl.objectives.spec import Bounds, ObjectiveSpec
 
 # log w_L is about normal around 0 with a spread s between responses, so bounds of -s and +1.36 s

@@ -25,7 +25,7 @@ def main() -> None:
 
     config = load_config(options.config)
     processes = options.processes or default_world_size(config)
-    problems = run_problems(config, world_size=processes, is_here=options.processes is None)
+    problems = run_problems(config, world_size=processes, is_local=options.processes is None)
     sys.stdout.write(json.dumps(problems) + "\n")
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rl.config import Config, load_config, parse_config
-from megatron_rl.config.loading import MODELS, put
+from megatron_rl.config import Config, load_config, parse_config, set_dotted
+from megatron_rl.config.loading import MODELS
 from megatron_rl.config.paths import HUB_NAME
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
 
@@ -38,7 +38,7 @@ def resolve_hub_names(
         section, _, setting = key.partition(".")
         field, dot, in_set = setting.partition(".")  # data.mix.NAME and eval.sets.NAME
         if not dot:
-            put(values, key, name)
+            set_dotted(values, key, name)
         elif isinstance(values[section][field][in_set], str):
             values[section][field][in_set] = name
         else:

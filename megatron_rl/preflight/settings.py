@@ -7,11 +7,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.data_sections import ColumnsSection
-from megatron_rl.config.lora_section import LoraSection
-from megatron_rl.config.sections import MATH_ANSWER
+from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
-from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.data.rows import check_prompt_file
 from megatron_rl.data.tokenizer import find_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
@@ -22,7 +20,7 @@ from megatron_rl.models.adapters import (
     target_problems,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives.function_spec import FunctionSpec, check_function
+from megatron_rl.objectives.spec import FunctionSpec, check_function
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     engine_layout_problems,
@@ -51,11 +49,11 @@ def check_settings(config: Config, *, world_size: int) -> ModelShape:
 
 
 def settings_problems(
-    config: Config, *, world_size: int, is_here: bool = True
+    config: Config, *, world_size: int, is_local: bool = True
 ) -> tuple[list[str], ModelShape | None]:
     """List why a run cannot start; also return the model's shape if its config.json was read.
 
-    is_here: whether the run uses this machine's devices.
+    is_local: whether the run uses this machine's devices.
     """
     problems = [
         *_file_problems(config, config.prompt_files),
@@ -69,7 +67,7 @@ def settings_problems(
     if shape is not None:
         problems += layout_problems(config, shape, world_size)
         problems += length_problems(config, shape)
-        if is_here:
+        if is_local:
             problems += _transformer_engine_problems(config, shape)
             problems += _open_files_problems(config, world_size)
     try:
@@ -286,7 +284,7 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
         try:
             check_prompt_file(
                 path,
-                Columns(**columns.model_dump()),
+                columns,
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
             )

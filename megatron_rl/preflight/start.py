@@ -17,9 +17,14 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.models.stored_tensors import check_headers
-from megatron_rl.preflight.environment import EnvironmentTrial, start_environment_trial
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
-from megatron_rl.preflight.verifier import MESSAGE_SECONDS, VerifierTrial, start_trial
+from megatron_rl.preflight.trials import (
+    MESSAGE_SECONDS,
+    EnvironmentTrial,
+    VerifierTrial,
+    start_environment_trial,
+    start_trial,
+)
 from megatron_rl.rollouts.prompt_files import Files, build_order, count_prompts, prompt_problems
 from megatron_rl.rollouts.rollout_files import check_rollout_files, have_prompt_tokens
 from megatron_rl.runs.directory import RunDirectory
@@ -32,9 +37,9 @@ def check_run(config: Config, *, world_size: int) -> None:
     _raise_if_any("this run cannot start", run_problems(config, world_size=world_size))
 
 
-def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> list[str]:
-    """List why a run cannot start; is_here: whether it uses this machine's devices."""
-    problems = _run_problems(config, world_size=world_size, is_here=is_here)
+def run_problems(config: Config, *, world_size: int, is_local: bool = True) -> list[str]:
+    """List why a run cannot start; is_local: whether it uses this machine's devices."""
+    problems = _run_problems(config, world_size=world_size, is_local=is_local)
     try:
         RunDirectory.of(config).check_inputs(config)
     except ConfigError as error:
@@ -42,9 +47,9 @@ def run_problems(config: Config, *, world_size: int, is_here: bool = True) -> li
     return problems
 
 
-def _run_problems(config: Config, *, world_size: int, is_here: bool) -> list[str]:
+def _run_problems(config: Config, *, world_size: int, is_local: bool) -> list[str]:
     if config.offline.rollouts is not None:  # they contain prompts and rewards
-        problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
+        problems, shape = settings_problems(config, world_size=world_size, is_local=is_local)
         try:
             check_rollout_files(Path(config.offline.rollouts))
             needs_template = not have_prompt_tokens(Path(config.offline.rollouts))
@@ -58,9 +63,15 @@ def _run_problems(config: Config, *, world_size: int, is_here: bool) -> list[str
             problems.append(f"model.path: {error}")
         return problems + _weight_problems(config, shape, problems)
     with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
-        problems, shape = settings_problems(config, world_size=world_size, is_here=is_here)
+        problems, shape = settings_problems(config, world_size=world_size, is_local=is_local)
         return problems + _input_problems(
-            config, shape, config.prompt_files, trial, environment, problems, is_here=is_here
+            config,
+            shape,
+            config.prompt_files,
+            trial,
+            environment,
+            problems,
+            is_local=is_local,
         )
 
 
@@ -86,7 +97,7 @@ def _input_problems(
     environment: EnvironmentTrial,
     known: list[str],
     *,
-    is_here: bool = True,
+    is_local: bool = True,
 ) -> list[str]:
     """List problems of the input files that are not in `known`."""
     problems = _weight_problems(config, shape, known)
@@ -96,7 +107,7 @@ def _input_problems(
     if not any(problem.startswith("environment.name=") for problem in known):
         unusable = environment.problems()
     if shape is not None:
-        if is_here and not has_cuda():
+        if is_local and not has_cuda():
             problems += cpu_engine_problems(
                 head_dim=shape.head_dim,
                 expert_parallel=config.rollout.expert_parallel,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
@@ -197,27 +198,6 @@ class SyncStats:
         }
 
 
-@dataclass(frozen=True)
-class ReshardSettings:
-    """Settings of the weight transfer and its verification.
-
-    bucket_bytes: half of the extra memory of a transfer: two rounds of messages and, when loading
-        through the engine's loaders, partly assembled tensors.
-    full_check_every: syncs between checks of every slice, starting with the first; 0 checks only
-        the first. Every sync compares a checksum of every message.
-    direct: write into the engine's own parameters if their layout is the expected one (on CUDA);
-        otherwise, and if False, load through vLLM's loaders.
-    time_limit: seconds for the exchange of one sync before it fails.
-    ranks_per_node: weights cross between nodes once and are forwarded within each; None: one node.
-    """
-
-    bucket_bytes: int = 64 << 20
-    full_check_every: int = 50
-    direct: bool = True
-    time_limit: float = 300.0
-    ranks_per_node: int | None = None
-
-
 def check_ends(
     source: WeightSource, receiver: WeightReceiver, *, doing: str, time_limit: float | None = None
 ) -> Mapping[str, LocalWeight]:
@@ -242,10 +222,16 @@ def check_ends(
 
 @dataclass
 class Resharder:
-    """Repeated weight transfers from actor layouts to one receiver, with cached plans."""
+    """Repeated weight transfers from actor layouts to one receiver, with cached plans.
+
+    The engine's own parameters are written if their layout is the expected one (on CUDA); otherwise
+    weights are loaded through vLLM's loaders. ranks_per_node: weights cross between nodes once and
+    are forwarded within each; None: one node.
+    """
 
     receiver: WeightReceiver
-    settings: ReshardSettings = ReshardSettings()
+    settings: ReshardingSection = field(default_factory=ReshardingSection)
+    ranks_per_node: int | None = None
     _pushes: int = 0
     _frozen: FrozenTensors = field(default_factory=FrozenTensors)
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
@@ -260,7 +246,7 @@ class Resharder:
         """
         start = time.perf_counter()
         doing = f"weight sync {version}, {layout_of(source.topology)} to {self.receiver.layout}"
-        limit = self.settings.time_limit
+        limit = self.settings.time_limit_seconds
         parameters = check_ends(source, self.receiver, doing=doing, time_limit=limit)
         try:
             plan, phases = self._transfer(source, parameters, version=version, doing=doing)
@@ -287,12 +273,12 @@ class Resharder:
     ) -> tuple[RankPlan, dict[str, float]]:
         """Exchange, load and verify; returns the plan and the seconds of each phase."""
         start = time.perf_counter()
-        limit, device = self.settings.time_limit, source.topology.device
+        limit, device = self.settings.time_limit_seconds, source.topology.device
         frozen = self._collect_frozen(source, parameters, doing=doing)
         if not self._pushes and device.type == "cuda":
             # NCCL's first point-to-point message needs a communicator that all ranks create.
             dist.all_reduce(torch.zeros(1, device=device))
-        live = self.receiver.live_parameters() if self.settings.direct else None
+        live = self.receiver.live_parameters()
         if sum_over_ranks(int(live is None), doing=doing, time_limit=limit):
             live = None  # the two modes have different rounds: all ranks use the same one
         plan = self._plan(source, fused=has_fused_names(parameters), direct=live is not None)
@@ -329,7 +315,9 @@ class Resharder:
             # Two rounds exist at once, in messages and in the tensors being assembled. For loaders
             # that is half a bucket of messages and one of tensors; the rest is for tensors that
             # they keep.
-            elements = self.settings.bucket_bytes // self.receiver.dtype.itemsize
+            on_cuda = source.topology.device.type == "cuda"
+            bucket = self.settings.bucket_bytes(cuda=on_cuda)
+            elements = bucket // self.receiver.dtype.itemsize
             wire, tensors = (elements, None) if direct else (elements // 4, elements // 2)
             self._plans[key] = plan_for_rank(
                 without_frozen(source.shape),
@@ -339,7 +327,7 @@ class Resharder:
                 wire_elements=max(1, wire),
                 tensor_elements=tensors,
                 fused=fused,
-                ranks_per_node=self.settings.ranks_per_node,
+                ranks_per_node=self.ranks_per_node,
             )
         return self._plans[key]
 
@@ -350,7 +338,7 @@ class Resharder:
         pieces = layout_of(source.topology).pieces(
             source.shape, rank=source.topology.rank, fused=has_fused_names(parameters)
         )
-        limit = self.settings.time_limit
+        limit = self.settings.time_limit_seconds
         return self._frozen.collect(source.shape, pieces, parameters, doing=doing, time_limit=limit)
 
     def _load(
@@ -386,7 +374,7 @@ class Resharder:
             error = caught
             transfer.drain()
         seconds = time.perf_counter() - start - sum(transfer.seconds.values())
-        raise_across_ranks(error, doing=doing, time_limit=self.settings.time_limit)
+        raise_across_ranks(error, doing=doing, time_limit=self.settings.time_limit_seconds)
         return seconds
 
 

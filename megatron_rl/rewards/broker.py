@@ -29,7 +29,7 @@ class VerifierBroker(Broker):
         self._idle: list[Unit] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Receive a message of the trainer."""
         if "cancel" in message:
             self._waiting.clear()

@@ -158,7 +158,7 @@ class GradingSession:
                 found = self._places.pop(message["key"], None)
                 if found is not None:  # else of a session that has failed
                     self._pool.num_graded += 1
-                    self._take(*found, message)
+                    self._on_message(*found, message)
             due = [one for one in self._delayed if one[0] <= time.monotonic()]
             self._delayed = [one for one in self._delayed if one not in due]
             for _, place, item in due:
@@ -171,7 +171,7 @@ class GradingSession:
         finally:
             self._pool.in_progress = len(self._places)
 
-    def _take(self, place: int, item: Item, message: dict[str, Any]) -> None:
+    def _on_message(self, place: int, item: Item, message: dict[str, Any]) -> None:
         what = self._describe(place, item)
         if "is_late" in message:
             self._keep(place, GradeResult(0.0, TIME_LIMIT, None))

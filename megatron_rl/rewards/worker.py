@@ -130,8 +130,8 @@ class Call:
             value = value.tolist()
         if not isinstance(value, list | tuple) or len(value) != len(items):
             raise TypeError(
-                f"{self.name} returned {shown(value)} for {len(items)} responses; return a list "
-                "with a number, or (reward, reason, answer), for each of them"
+                f"{self.name} returned {format_value(value)} for {len(items)} responses; return a "
+                "list with a number, or (reward, reason, answer), for each of them"
             )
         return list(value)
 
@@ -148,10 +148,10 @@ def read_grade(value: Any, *, name: str) -> list[Any]:
         if reward is not None and isinstance(reason, str) and isinstance(answer, str | None):
             return [reward, clean(reason), clean(answer)]
     raise TypeError(
-        f"{name} returned {shown(value)}; return the reward, a finite number, or a tuple (reward, "
-        "reason, answer): that number, a text, and a text or None. Several rewards are a dictionary"
-        ' in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, digits and'
-        f' _, and not "{SHAPED}"'
+        f"{name} returned {format_value(value)}; return the reward, a finite number, or a tuple "
+        "(reward, reason, answer): that number, a text, and a text or None. Several rewards are a "
+        'dictionary in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, '
+        f'digits and _, and not "{SHAPED}"'
     )
 
 
@@ -184,7 +184,7 @@ def _parameters(verifier: Any) -> list[str]:
         return []
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a wrong return value for an error, shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.packing import sequence_lengths
-from megatron_rl.data.token_rows import is_here
+from megatron_rl.data.token_rows import is_local
 from megatron_rl.engine.conversations import FAILURE_REASONS
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -53,7 +53,9 @@ def _engine_entropy(rollouts: Sequence[Rollout]) -> float:
     """Negative mean of the engine's log-probs; nan where the rank lacks some: rank 0 has all."""
     rows = [rollout.response.rollout_logprobs for rollout in rollouts]
     return (
-        -float(np.concatenate(rows).mean(dtype=np.float64)) if all(map(is_here, rows)) else math.nan
+        -float(np.concatenate(rows).mean(dtype=np.float64))
+        if all(map(is_local, rows))
+        else math.nan
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
-from megatron_rl.data.token_rows import elsewhere, is_here
+from megatron_rl.data.token_rows import is_local, remote_row
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import PromptGroup, PromptSlot
 
@@ -19,7 +19,7 @@ class BehaviorLogprobs:
     """Log-probs that come with the rollouts, as from files; subclasses determine them."""
 
     can_resume_inside: ClassVar[bool] = True  # see RolloutSource
-    of_no_tokens: ClassVar[np.ndarray | None] = None  # a response before its first token
+    empty_logprobs: ClassVar[np.ndarray | None] = None  # a response before its first token
 
     def freeze(self, batch: RolloutBatch) -> None:
         """Fix the log-probs of a batch that was just generated. Collective."""
@@ -59,7 +59,7 @@ class WindowLogprobs(BehaviorLogprobs):
 
     actor: MegatronActor
     tokens_per_micro_batch: int
-    of_no_tokens = np.empty(0, np.float32)
+    empty_logprobs = np.empty(0, np.float32)
 
     def freeze_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
         grown = [
@@ -95,6 +95,8 @@ class WindowLogprobs(BehaviorLogprobs):
             group = unfinished[slot]
             values = list(group.behavior_logprobs)
             values[index] = (
-                np.concatenate((known, row[len(known) :])) if is_here(row) else elsewhere(len(row))
+                np.concatenate((known, row[len(known) :]))
+                if is_local(row)
+                else remote_row(len(row))
             )
             unfinished[slot] = replace(group, behavior_logprobs=tuple(values))

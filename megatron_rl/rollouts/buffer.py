@@ -26,7 +26,7 @@ class GroupBuffer:
         steps = sorted({slot.step for slot in lacking})
         return [[slot for slot in lacking if slot.step == one] for one in steps]
 
-    def spare(self, step: int) -> list[PromptSlot]:
+    def next_empty_slots(self, step: int) -> list[PromptSlot]:
         """Slots of the first later step that are empty and not due yet; last first."""
         due = set(self.schedule.due(step))
         for later in range(step + 1, self.schedule.steps + 1):

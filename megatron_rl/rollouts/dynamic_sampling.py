@@ -82,9 +82,9 @@ class DynamicSampling:
             lacking = [one for one in searches if one.found < len(one.slots)]
             if not lacking:
                 break
-            new = ask([Request(one.slots, number, one.likely_to_do) for one in lacking])
+            new = ask([Request(one.slots, number, one.prompts_to_request) for one in lacking])
             for one, further in zip(lacking, new.groups, strict=True):
-                self._drop(one.take(further))
+                self._drop(one.add_groups(further))
                 self._add("rounds", 1)
             seconds = tuple(map(sum, zip(seconds, new.engine_seconds, strict=True)))
         filled = []
@@ -114,7 +114,7 @@ class DynamicSampling:
         further = [(later, left[: len(later)])] if later else []
         return [(search.slots, kept), *further]
 
-    def take_costs(self) -> dict[str, float]:
+    def pop_costs(self) -> dict[str, float]:
         """Return and reset the counts since the last call; empty without rounds."""
         costs, self.costs = self.costs, {}
         if responses := costs.pop("dynamic/responses_dropped", 0):
@@ -149,12 +149,12 @@ class _Search:
         return is_informative(group, by_turn=self.by_turn)
 
     @property
-    def likely_to_do(self) -> int:
+    def prompts_to_request(self) -> int:
         """Number of prompts that are expected to yield the missing informative groups."""
         lacking = len(self.slots) - self.found
         return min(len(self.slots), math.ceil(lacking * self.generated / max(self.found, 1)))
 
-    def take(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
+    def add_groups(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
         """Keep informative groups; return the others."""
         good = [group for group in groups if self.is_good(group)]
         self.further += good

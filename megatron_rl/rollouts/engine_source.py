@@ -49,7 +49,7 @@ class EngineSource(RolloutSource):
     def generate(self, step: int) -> list[RolloutBatch]:
         clock, buffer = self.run.clock, self.run.buffer
         with clock.phase("rollout"):
-            missing, spare = buffer.missing(step), buffer.spare(step)
+            missing, spare = buffer.missing(step), buffer.next_empty_slots(step)
         generated = self.fill(missing, spare, step) if missing else []
         self.grader.check(prompts=self.run.min_prompts_to_check)
         return generated
@@ -109,7 +109,7 @@ class EngineSource(RolloutSource):
                 batches=math.ceil(len(prompts) / settings.prompts_per_step),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
-                everywhere=False,
+                on_all_ranks=False,
                 conversations=self.conversations,
             )
         if self.conversations is not None:
@@ -141,6 +141,6 @@ class EngineSource(RolloutSource):
 
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         seconds = self.run.clock.seconds.get("rollout", 0.0)
-        costs = self.sampling.take_costs() | environment_metrics(self.environment_costs)
+        costs = self.sampling.pop_costs() | environment_metrics(self.environment_costs)
         self.environment_costs.clear()
         return generation_metrics(fresh, costs, seconds=seconds)

@@ -38,12 +38,12 @@ def choose_sampled(
     many as have `count` responses, at least one.
     """
 
-    def lot(place: int) -> tuple[int, int]:
+    def sampling_key(place: int) -> tuple[int, int]:
         return derive_seed(seed, "traced", groups[place].rollouts[0].prompt.index), place
 
     group_of = [place for place, group in enumerate(groups) for _ in group.rollouts]
     size = len(groups[0].rollouts)
-    drawn = sorted(range(len(groups)), key=lot)[: max(1, -(-count // size))]
+    drawn = sorted(range(len(groups)), key=sampling_key)[: max(1, -(-count // size))]
     chosen = {*drawn, *(group_of[place] for place in traced)}
     return [place in chosen for place in group_of]
 

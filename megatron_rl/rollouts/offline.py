@@ -1,9 +1,11 @@
-"""Offline rollouts: groups from files instead of an engine."""
+"""Offline rollouts: groups from the rows of files instead of an engine."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,43 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
+from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rows import add_system_prompt, parse_answer
+from megatron_rl.data.token_rows import WRITER, Delivery, remote_row
+from megatron_rl.data.tokenizer import check_tokenizer, load_tokenizer
+from megatron_rl.distributed.agreement import (
+    gather_from_ranks,
+    run_on_rank_0,
+    sync_errors_across_ranks,
+)
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
+from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.groups import build_groups
-from megatron_rl.rollouts.offline_rows import LOGPROBS, Scored, parse_rollout, share_rollouts
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.rollout_files import check_rollout_files, find_rollout_files, read_rows
 from megatron_rl.rollouts.source import RolloutSource, RunContext
-from megatron_rl.runs.rollouts import count_thinned
-from megatron_rl.types import PromptGroup, PromptSlot, Rollout
+from megatron_rl.runs.rollouts import (
+    MESSAGES,
+    OBSERVED,
+    RESTARTS,
+    TURN_REWARDS,
+    count_thinned,
+    read_observed,
+    read_restarts,
+)
+from megatron_rl.types import (
+    TOKEN_COLUMNS,
+    GradeResult,
+    Prompt,
+    PromptGroup,
+    PromptSlot,
+    Response,
+    Rollout,
+)
 
 
 @dataclass
@@ -258,3 +284,225 @@ class NoEngine:
 
     def sync_weights(self, actor: Any, *, version: int) -> SyncStats:
         return SyncStats(0.0, 0, 0)
+
+
+LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
+Scored = tuple[Rollout, np.ndarray | None]  # a rollout with the log-probs of what generated it
+
+
+def share_rollouts(
+    own: Mapping[int, Sequence[Scored]], *, count: int, topology: Topology
+) -> list[Scored]:
+    """Return the groups that all ranks have read, in order; collective.
+
+    own: this rank's groups by place; it owns their rollouts (`types.Response`). Rank 0 receives
+    their arrays and texts, and the other ranks everything else.
+    """
+    if topology.world_size == 1:
+        return [scored for place in range(count) for scored in own[place]]
+    whole = {
+        place: [_owned_by(topology.rank, scored) for scored in group]
+        for place, group in own.items()
+    }
+    texts = {
+        place: [_encode(rollout.response) for rollout, _ in group] for place, group in whole.items()
+    }
+    light = {
+        place: [
+            (*_without_arrays(scored), len(text))
+            for scored, text in zip(group, texts[place], strict=True)
+        ]
+        for place, group in whole.items()
+    }
+    gathered = {
+        place: group for share in gather_from_ranks(light) for place, group in share.items()
+    }
+    everyone = [one for place in range(count) for one in gathered[place]]
+    mine = [
+        (*scored, text)
+        for place in range(count)
+        for scored, text in (
+            zip(whole[place], texts[place], strict=True)
+            if place in whole
+            else (((rollout, values), None) for rollout, values, _ in gathered[place])
+        )
+    ]
+    owners = [rollout.response.owner for rollout, _, _ in everyone]
+    targets = [(WRITER,)] * len(owners)
+
+    def send(rows: Sequence[np.ndarray | None], sizes: Sequence[int], dtype: str) -> Any:
+        return Delivery(sizes, owners, targets).send(rows, dtype)
+
+    columns = {}
+    for name, dtype in TOKEN_COLUMNS.items():
+        rows = [getattr(rollout.response, name) for rollout, _, _ in mine]
+        columns[name] = send(rows, [len(row) for row in rows], dtype)
+    behavior = [values for _, values, _ in mine]
+    behavior = send(behavior, [0 if row is None else len(row) for row in behavior], "float32")
+    letters = send([text for _, _, text in mine], [size for _, _, size in everyone], "uint8")
+    shared = []
+    for index, (rollout, values, _) in enumerate(mine):
+        arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
+        if letters[index] is not None:
+            arrays |= _decode(letters[index])
+        response = replace(rollout.response, **arrays)
+        row = None if values is None else behavior[index]
+        shared.append((replace(rollout, response=response), row))
+    return shared
+
+
+def _owned_by(rank: int, scored: Scored) -> Scored:
+    rollout, values = scored
+    return replace(rollout, response=replace(rollout.response, owner=rank)), values
+
+
+def _without_arrays(scored: Scored) -> Scored:
+    rollout, values = scored
+    response: Any = rollout.response
+    lengths = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    response = replace(response, text="", messages=(), **lengths)
+    return replace(rollout, response=response), None if values is None else remote_row(len(values))
+
+
+def _encode(response: Response) -> np.ndarray:
+    return np.frombuffer(json.dumps([response.text, response.messages]).encode(), np.uint8)
+
+
+def _decode(letters: np.ndarray) -> dict[str, Any]:
+    text, messages = json.loads(letters.tobytes())
+    return {"text": text, "messages": tuple(messages)}
+
+
+def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Scored:
+    """Convert a row to a rollout with log-probs; tokenize texts without token ids."""
+    source = _parse_prompt(row, tokenizer, config=config)
+    prompt_ids, text, reward = source.token_ids, row["response"], row["reward"]
+    if not isinstance(text, str):
+        raise UserError(f"response must be a text, got {text!r:.80}")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise UserError(f"reward is {reward!r}: it must be a finite number")
+    ending = row.get("finish_reason")
+    tokens = row.get("token_ids")
+    if tokens is None:
+        end = [] if ending == "length" else [tokenizer.eos_token_id]
+        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
+    if not tokens:
+        raise UserError("the response has no tokens")
+    observed, restarts = read_observed(row), read_restarts(row)
+    sampled = _count_sampled(observed, len(tokens))
+    _check_restarts(restarts, observed)
+    _check_lengths([-len(prompt_ids), *restarts, len(tokens)], limit=config.max_model_tokens)
+    size = len(tokenizer)
+    if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
+        raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
+    frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
+    response = Response(
+        prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
+        sample_index=place % config.rollout.responses_per_prompt,
+        token_ids=np.array(tokens, np.int32),
+        rollout_logprobs=np.full(sampled, np.nan, np.float32) if generated is None else generated,
+        text=text,
+        finish_reason=ending if ending in ("length", "lost") else "stop",
+        weight_version=-1,  # versions in files are of another run
+        observed=observed,
+        restarts=restarts,
+        messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
+    )
+    source = replace(source, index=response.prompt_index)
+    grade_result = GradeResult(
+        float(reward), row.get("reason") or "", row.get("extracted"),
+        rewards=dict(row.get("rewards") or {}),
+        turn_rewards=_turn_rewards(row.get(TURN_REWARDS) or [], response.turns),
+    )  # fmt: skip
+    # the actor's if the file has the column (null: not computed), else the engine's
+    behavior = frozen if LOGPROBS[0] in row else generated
+    return Rollout(source, response, grade_result), behavior
+
+
+def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Prompt:
+    """Convert the prompt of a row, with index 0; tokenize it unless the row has its tokens."""
+    value, tools = row["prompt"], parse_tools(row.get(TOOLS), from_table=True)
+    token_ids = row.get("prompt_token_ids")
+    messages: tuple[Message, ...] = ({"role": "user", "content": value},)
+    # A file of a run has only the text of the last message, next to the tokens of all.
+    if not (token_ids and isinstance(value, str)):
+        messages = parse_messages(value, key="prompt", from_table=True)
+    messages = add_system_prompt(messages, config.data.system_prompt)
+    if not token_ids:
+        check_tokenizer(tokenizer, name=config.model.path, template=config.data.template)
+        token_ids = tokenize_messages(
+            messages,
+            tokenizer,
+            template=config.data.template,
+            arguments=config.data.rendering,
+            tools=tools,
+        )
+    return Prompt(
+        index=0,
+        messages=messages,
+        token_ids=tuple(token_ids),
+        ground_truth=_parse_truth(row.get("ground_truth")),
+        data_source=str(row.get("data_source", "offline")),
+        text=tokenizer.decode(token_ids, skip_special_tokens=False),
+        tools=tools,
+    )
+
+
+def _parse_truth(value: Any) -> str:
+    """Return the ground truth as text; nothing grades again, so that it may be missing."""
+    truth = "" if value is None or value == "" else parse_answer(value)
+    if truth is None:
+        raise UserError(f"ground_truth must be a text or a number, got {value!r:.80}")
+    return truth
+
+
+def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
+    if values is None:
+        return None
+    array = np.array(values, np.float32)
+    if array.shape != (count,) or not np.isfinite(array).all() or (array > 1e-4).any():
+        raise UserError(
+            f"{name} has {len(values)} numbers for {count} sampled tokens; it needs a finite one, "
+            "not above 0, for each (with token_ids, if texts were cut into other tokens; with "
+            f"{OBSERVED}, if an environment wrote some of them)"
+        )
+    return array
+
+
+def _turn_rewards(rewards: Sequence[float], turns: int) -> list[float]:
+    if len(rewards) not in (0, turns) or not all(map(math.isfinite, rewards)):
+        raise UserError(
+            f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a finite number "
+            "for each, or none"
+        )
+    return list(rewards)
+
+
+def _check_restarts(restarts: Sequence[int], observed: Sequence[tuple[int, int]]) -> None:
+    """Raise UserError unless restarts are in order and each begins an observation with tokens."""
+    begins = {first for first, end in observed if end > first}
+    if sorted(set(restarts)) != list(restarts) or not begins.issuperset(restarts):
+        raise UserError(
+            f"{RESTARTS} is {list(restarts)!r:.80}; each must begin an observation, in order"
+        )
+
+
+def _check_lengths(bounds: Sequence[int], *, limit: int) -> None:
+    """Raise UserError if the sequence between two bounds is too long for the model."""
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    if longest > limit:
+        raise UserError(
+            f"prompt and response have {longest} tokens, more than "
+            f"data.max_prompt_tokens + rollout.max_response_tokens={limit}; raise one of them"
+        )
+
+
+def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:
+    """Count the tokens outside the observed ranges; UserError if these are out of order."""
+    bounds = [bound for one in observed for bound in one]
+    if sorted(bounds) != bounds or (bounds and not 0 < bounds[0] <= bounds[-1] < count):
+        raise UserError(
+            f"{OBSERVED} is {list(observed)!r:.80} for {count} tokens; its ranges must be in "
+            "order, without overlap, and between tokens that the policy sampled"
+        )
+    return count - sum(end - first for first, end in observed)

@@ -117,7 +117,7 @@ class PartialRolloutSource(RolloutSource):
             slot=slot,
             rollouts=tuple(Rollout(prompt, response, UNFINISHED) for response in responses),
             advantages=np.zeros(len(responses), np.float32),
-            behavior_logprobs=(self.behavior.of_no_tokens,) * len(responses)
+            behavior_logprobs=(self.behavior.empty_logprobs,) * len(responses)
             if before is None
             else before.behavior_logprobs,
             entropy=float("nan"),

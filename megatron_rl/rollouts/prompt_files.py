@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.prompts import (
     PromptMix,
     PromptOrder,
@@ -14,7 +14,7 @@ from megatron_rl.data.prompts import (
     read_prompts,
     write_prompts,
 )
-from megatron_rl.data.rows import FIRST_ROWS, Columns, count_rows
+from megatron_rl.data.rows import FIRST_ROWS, count_rows
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -69,7 +69,7 @@ def count_prompts(config: Config) -> dict[str, int]:
             read: Iterator[object] = _read_set(config, shape, tokenizer, key, (path, columns))
         else:
             read = read_distinct_rows(
-                Path(path), Columns(**columns.model_dump()),
+                Path(path), columns,
                 bad_rows=data.bad_rows, system_prompt=data.system_prompt,
             )  # fmt: skip
         try:
@@ -154,7 +154,7 @@ def _read_set(
             path,
             tokenizer,
             max_prompt_tokens=data.max_prompt_tokens,
-            columns=Columns(**columns.model_dump()),
+            columns=columns,
             too_long=data.too_long,
             bad_rows=data.bad_rows,
             template=data.template,

@@ -18,13 +18,13 @@ from megatron_rl.data.packing import (
     plan_minibatches,
     scatter_to_packs,
 )
-from megatron_rl.data.token_rows import bring_rows
+from megatron_rl.data.token_rows import fetch_rows
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollouts.clock import token_versions
+from megatron_rl.rollouts.groups import is_masked, shape_reward
 from megatron_rl.rollouts.logprob_history import choose_traced, gather_traces, mark_traced
-from megatron_rl.rollouts.shaping import is_masked, shape_reward
 from megatron_rl.types import Minibatch, PromptGroup, Rollout, TokenBatch
 
 
@@ -46,7 +46,7 @@ class RolloutBatch:
     shaped: Sequence[float] = ()  # [N] rewards that are trained on
     masked: Sequence[bool] = ()  # [N] rollouts that are not trained
     replays_engine: bool = False  # the engine's routes are those of the behavior pass
-    engine_routes_changed: Tensor | None = None  # as of `RoutingRecorder.take_counts`
+    engine_routes_changed: Tensor | None = None  # as of `RoutingRecorder.pop_counts`
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -95,10 +95,10 @@ class RolloutBatch:
         """
         self.is_exact = True
         if isinstance(actor, MegatronActor):
-            self.take_engine_routes(actor)
+            self.use_engine_routes(actor)
             scored = actor.compute_logprobs_and_entropies(self.packs, routing="record")
             if self.replays_engine:  # nothing was updated: the changes are those to the engine
-                self.engine_routes_changed = actor.routing.take_counts()
+                self.engine_routes_changed = actor.routing.pop_counts()
         else:
             scored = actor.compute_logprobs_and_entropies(self.packs)
         for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
@@ -124,16 +124,14 @@ class RolloutBatch:
 
         The actor must have the weights that computed them.
         """
-        self.take_engine_routes(actor)
+        self.use_engine_routes(actor)
         if actor.routing.is_active and any(pack.routes is None for pack in self.packs):
             actor.compute_logprobs(self.packs, routing="record")
 
-    def take_engine_routes(self, actor: MegatronActor) -> None:
+    def use_engine_routes(self, actor: MegatronActor) -> None:
         """Make packs replay the engine's experts, with `model.routing_replay: engine`."""
         if self.replays_engine:
-            actor.routing.take_engine_routes(
-                self.packs, lambda pack: actor.packs.prepare(pack).host
-            )
+            actor.routing.use_engine_routes(self.packs, lambda pack: actor.packs.prepare(pack).host)
 
     def freeze_engine_logprobs(self) -> None:
         """Use the engine's log-probs as those of the behavior policy."""
@@ -256,7 +254,7 @@ def build_rollout_batch(
         batch.spread_turn_advantages()
     frozen = batch.behavior_logprobs
     if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
-        rows = bring_rows(frozen, batch.own_rollouts, rollouts=rollouts)
+        rows = fetch_rows(frozen, batch.own_rollouts, rollouts=rollouts)
         for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, rows), strict=True):
             pack.behavior_logprobs = values
     return batch

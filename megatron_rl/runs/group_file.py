@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 from megatron_rl.runs.files import atomic_write
 from megatron_rl.types import (
     TOKEN_COLUMNS,
-    Elsewhere,
     GradeResult,
     Prompt,
     PromptGroup,
     PromptSlot,
+    RemoteRow,
     Response,
     Rollout,
 )
@@ -123,7 +123,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
-    lengths = {name: Elsewhere(len(row[name])) for name in ARRAYS if row[name] is not None}
+    lengths = {name: RemoteRow(len(row[name])) for name in ARRAYS if row[name] is not None}
     return {**row, **lengths, "text": "", "messages": "[]"}
 
 

@@ -42,7 +42,7 @@ class Failure:
     in_training: bool  # the run can be resumed
     details: str = ""  # the traceback, if no log file contains it
 
-    def leave_in(self, folder: str | Path) -> None:
+    def write_to(self, folder: str | Path) -> None:
         """Write the failure atomically to the launcher's folder."""
         partial = Path(folder) / f".{self.rank}"
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -68,7 +68,7 @@ class Interruption:
         elif time.monotonic() - self._when > ECHO_SECONDS:
             at_second()
 
-    def settle(self) -> None:
+    def ignore_further_signals(self) -> None:
         """Ignore further signals: everything is saved and the process is about to exit.
 
         srun terminates the other ranks when the first one exits; their status must not change.

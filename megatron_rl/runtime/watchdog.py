@@ -44,7 +44,7 @@ class HeartbeatSlot:
     phase: str
 
 
-def make_board(file: int, *, ranks: int) -> None:
+def allocate_heartbeats(file: int, *, ranks: int) -> None:
     """Allocate space for the ranks' slots in an open file; OSError if the file system is full.
 
     Writing to an unallocated part of the file on a full file system would kill the writer (SIGBUS).
@@ -52,7 +52,7 @@ def make_board(file: int, *, ranks: int) -> None:
     os.posix_fallocate(file, 0, ranks * SLOT_BYTES)
 
 
-def map_board(file: int) -> mmap.mmap:
+def map_heartbeats(file: int) -> mmap.mmap:
     """Map an open board into this process's memory."""
     return mmap.mmap(file, 0)
 
@@ -210,7 +210,7 @@ class Watcher:
 
     def __init__(self, ranks: Sequence[int], *, board: int, stacks: Sequence[int]) -> None:
         self.ranks, self.stacks = ranks, stacks
-        self._board = map_board(board)
+        self._board = map_heartbeats(board)
         self._started = [_started_at(slot.process) for slot in self._slots()]
         self.idle = [0.0] * len(ranks)  # seconds since each rank's last progress
 

@@ -105,7 +105,7 @@ def _draw(
                 _label(axis, (steps[-1], shown[-1]), color, side="right")
     if len(keys) > 1:
         axis.legend(fontsize=8, frameon=False)
-    _dress(axis, title)
+    _style_step_axis(axis, title)
 
 
 def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> None:
@@ -121,10 +121,10 @@ def _label(axis: Any, point: tuple[float, float], color: str, *, side: str) -> N
     )
 
 
-def _dress(axis: Any, title: str) -> None:
+def _style_step_axis(axis: Any, title: str) -> None:
     axis.locator_params(axis="x", integer=True)
     axis.margins(y=0.12)
-    dress(axis, title)
+    style_axis(axis, title)
 
 
 def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
@@ -139,10 +139,10 @@ def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
     if any(bottom):
         axis.set_ylim(0, 1.35 * max(bottom))
         axis.legend(fontsize=8, ncols=3, frameon=False, loc="upper center")
-    _dress(axis, "Seconds per step, by phase")
+    _style_step_axis(axis, "Seconds per step, by phase")
 
 
-def dress(axis: Any, title: str, below: str = "", *, grid: str = "y") -> None:
+def style_axis(axis: Any, title: str, below: str = "", *, grid: str = "y") -> None:
     """Set title, label and grid, and hide the top and right edges of the frame."""
     axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlabel(below)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import Config
-from megatron_rl.config.logging_sections import MlflowSection, TrackioSection, WandbSection
+from megatron_rl.config.sections import MlflowSection, TrackioSection, WandbSection
 from megatron_rl.runs.directory import flatten
 from megatron_rl.runs.files import read_rows
 from megatron_rl.runs.rollouts import describe_rollout, printable, shorten

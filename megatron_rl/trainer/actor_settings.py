@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rl.actor import groups
-from megatron_rl.actor.settings import ActorSettings, LoraSettings
+from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings
@@ -31,7 +31,7 @@ def make_groups(config: Config, **further: Any) -> Topology:
 def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
     """Numerics, optimizer and memory choices of the actor on this rank's device."""
     return ActorSettings(
-        **config.optimizer.model_dump(exclude={"warmup_steps"}),
+        optimizer=config.optimizer,
         warmup_updates=config.warmup_updates,
         total_updates=config.trainer.steps * config.updates_per_step,
         dtype=compute_dtype(config, topology),
@@ -40,22 +40,9 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         temperature=config.rollout.temperature,
         transformer_engine=config.model.transformer_engine,
         fp8=config.model.fp8,
-        lora=build_lora_settings(config),
-        replay_routes=config.model.routing_replay != "none",
-    )
-
-
-def build_lora_settings(config: Config) -> LoraSettings | None:
-    """Adapters of the actor; None to train all weights."""
-    if config.lora is None:
-        return None
-    return LoraSettings(
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        targets=tuple(config.lora.targets),
-        init=config.lora.init,
+        lora=config.lora,
         seed=config.seed,
-        path=config.lora.path,
+        replay_routes=config.model.routing_replay != "none",
     )
 
 
@@ -67,11 +54,9 @@ def build_adapter_settings(config: Config) -> AdapterSettings | None:
     """
     if config.lora is None or config.lora.push == "merged":
         return None
-    lora = build_lora_settings(config)
-    assert lora is not None, "a section without settings"
     keeps = config.lag.partial_rollouts is not None and config.lag.keeps_cache
     versions = config.windows if keeps else 1
-    return AdapterSettings(lora.rank, lora.scale, lora.targets, versions)
+    return AdapterSettings(config.lora, versions)
 
 
 def compute_dtype(config: Config, topology: Topology) -> torch.dtype:

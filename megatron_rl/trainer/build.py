@@ -26,8 +26,7 @@ from megatron_rl.models.shape import read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.preflight.verifier import vote_problems
-from megatron_rl.resharding.push import ReshardSettings
+from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
@@ -58,14 +57,12 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.conversations import open_conversations
-from megatron_rl.trainer.default_verifier import choose_verifier
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
-from megatron_rl.trainer.prompt_date import fix_date
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.trainer.startup import choose_verifier, fix_date, open_conversations
 from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
 
@@ -295,34 +292,20 @@ def build_engine(
     config: Config, topology: Topology, *, hooks: EngineHooks | None = None
 ) -> VllmEngine:
     """Start this rank's rollout engine; its weights arrive with the first weight sync."""
-    on_cuda = topology.device.type == "cuda"
     return VllmEngine(
         config.model.path,
+        config.rollout,
         tokenizer=load_tokenizer(config.model.path, **config.tokenizer_options),
-        tensor=config.rollout.tensor,
-        expert_parallel=config.rollout.expert_parallel,
         topology=topology,
         dtype=compute_dtype(config, topology),
         max_model_len=config.max_model_tokens,
         seed=config.seed,
-        kv_cache_bytes=None if on_cuda else config.rollout.kv_cache_mib * 2**20,
-        gpu_memory_utilization=config.rollout.gpu_memory_utilization,
-        max_num_seqs=config.rollout.max_num_seqs,
-        time_limit=config.rollout.time_limit_seconds,
-        stall_limit=config.rollout.stall_seconds,
-        further_arguments=config.rollout.engine,
-        stop_token_ids=config.rollout.stop_token_ids,
-        stop=config.rollout.stop,
         partial_rollouts=config.lag.partial_rollouts is not None,
         routes=config.model.routing_replay == "engine",
         adapters=build_adapter_settings(config),
+        resharding=config.resharding,
+        ranks_per_node=_ranks_per_node(topology),
         hooks=hooks,
-        resharding=ReshardSettings(
-            bucket_bytes=config.resharding.bucket_bytes(cuda=on_cuda),
-            full_check_every=config.resharding.full_check_every,
-            time_limit=config.resharding.time_limit_seconds,
-            ranks_per_node=_ranks_per_node(topology),
-        ),
     )
 
 

@@ -1,6 +1,6 @@
-"""Saving checkpoints and resuming from them."""
+"""Saving checkpoints, resuming from them, and those that are kept regardless of age."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.routing import unrecorded_because
+from megatron_rl.config.config import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
     sum_over_ranks,
@@ -20,19 +20,18 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.runs.files import evaluation_scores, read_metrics
 from megatron_rl.runs.group_file import read_about, read_groups, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.route_files import read_routes, write_routes
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.sparing import spared_steps
 from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.types import PromptGroup
 
-HELD = "held.parquet"  # in a checkpoint: groups that may still be trained
-UNDER_WAY = "step_progress.pt"  # in a checkpoint inside a step: the results of its updates
+BUFFER_FILE = "buffer.parquet"  # in a checkpoint: groups that may still be trained
+STEP_STATE_FILE = "step_state.pt"  # in a checkpoint inside a step: the results of its updates
 
 
 @dataclass
@@ -171,7 +170,7 @@ class CheckpointKeeper:
 
     def _load_step_progress(self, folder: Path, actor: MegatronActor) -> None:
         """Load the buffer and the step progress of a checkpoint."""
-        held, step_progress = folder / HELD, folder / UNDER_WAY
+        held, step_progress = folder / BUFFER_FILE, folder / STEP_STATE_FILE
         if self.buffer is not None:
             self.buffer.restore(self._read_groups(held, actor) if held.is_file() else [])
         is_inside = step_progress.is_file()
@@ -199,11 +198,11 @@ class CheckpointKeeper:
         if self.step_progress is None:
             new.generated = new.generated or self._generated
             self.step_progress = new
-            if unrecorded_because(self.config) is None:
+            if reason_routes_unrecorded(self.config) is None:
                 new.batch.record_routes(actor)
         else:
             assert self.step_progress.step == new.step, "another step is in progress"
-            self.step_progress.take(new.batch)
+            self.step_progress.attach(new.batch)
             read_routes(self.directory.checkpoints.folder(new.step), new.batch.packs, actor)
         self._generated = {}
         return self.step_progress
@@ -291,7 +290,8 @@ class CheckpointKeeper:
             f"{cause}{':' if step else ''} {message}:\n"
             f"  megatron-rl train --config {self.directory.config_file} run.resume=auto"
         )
-        self.interruption.settle()  # first, as an exiting rank causes signals to the others
+        # First, as an exiting rank causes signals to the others.
+        self.interruption.ignore_further_signals()
         raise RunInterrupted
 
     @property
@@ -318,9 +318,9 @@ class CheckpointKeeper:
             if self.rank == 0:
                 folders.begin(step)
                 if self.buffer is not None and (held := self.buffer.contents()):
-                    write_groups(folders.partial(step) / HELD, held)
+                    write_groups(folders.partial(step) / BUFFER_FILE, held)
                 if state is not None:
-                    torch.save(state, folders.partial(step) / UNDER_WAY)
+                    torch.save(state, folders.partial(step) / STEP_STATE_FILE)
 
         folder = folders.partial(step)
         self._is_writing = True
@@ -343,7 +343,23 @@ class CheckpointKeeper:
                 self.directory.flush()
                 skipped = self.faults.in_a_row if self.faults is not None else 0
                 folders.complete(step, sums=sums, digests=digests, skipped=skipped)
-                spared = partial(spared_steps, config=self.config, folder=self.directory.path)
+                spared = partial(retained_steps, config=self.config, folder=self.directory.path)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)
                 self.directory.forget(step)
         self._saved = (step, updates)
+
+
+def retained_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:
+    """Saved steps that are never pruned: those of `keep_every`, and the best one.
+
+    folder: of the run.
+    """
+    settings = config.trainer
+    spared = {step for step in steps if settings.keep_every and step % settings.keep_every == 0}
+    if settings.keep_best:
+        metric = None if settings.keep_best is True else settings.keep_best
+        scores = evaluation_scores(folder, metric=metric)
+        spared |= set(
+            sorted(scores.keys() & set(steps), key=lambda step: (scores[step], step))[-1:]
+        )
+    return spared

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.actor import groups
 from megatron_rl.actor.weights import HfReader
 from megatron_rl.config import Config
-from megatron_rl.config.data_sections import ColumnsSection
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.settings import check_evaluation
@@ -25,12 +25,15 @@ from megatron_rl.trainer.build import (
     build_verifiers,
     collective_timeout,
 )
-from megatron_rl.trainer.conversations import open_conversations
-from megatron_rl.trainer.default_verifier import choose_verifier
-from megatron_rl.trainer.evaluation import Evaluator, describe_responses
-from megatron_rl.trainer.prompt_date import fix_date
+from megatron_rl.trainer.evaluation import (
+    ConfidenceInterval,
+    Evaluator,
+    SetScores,
+    describe_responses,
+    intervals,
+)
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.scores import ConfidenceInterval, SetScores, intervals
+from megatron_rl.trainer.startup import choose_verifier, fix_date, open_conversations
 
 SCORES = "scores.json"
 

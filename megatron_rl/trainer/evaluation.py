@@ -1,8 +1,24 @@
-"""Held-out evaluation: k sampled responses to every problem, and their scores."""
+"""Held-out evaluation: k sampled responses to every problem, and their scores.
+
+With n responses to a problem, of which c are right:
+
+    Avg@n   the mean reward
+    pass@k  1 - C(n - c, k) / C(n, k): the probability that k of the n, drawn without replacement,
+            contain a correct one; unbiased (Chen et al., arXiv 2107.03374, equation 1)
+    maj@n   the reward of the answer that most responses give (Wang et al., arXiv 2203.11171);
+            where several are given equally often, the mean over them; 0 where none gives one,
+            and no score at all (nan) where no response of the whole set gives one
+
+A response is right where its reward is at least 1. Answers are compared as the texts that the
+verifier extracted. The score of a set is the mean over its problems; macro is the mean over sets,
+with equal weights.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
@@ -11,8 +27,105 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.scores import SetScores, score_set
-from megatron_rl.types import Prompt, Rollout, SamplingSettings
+from megatron_rl.types import GradeResult, Prompt, Rollout, SamplingSettings
+
+RESAMPLES = 2000
+SEED = 20260101  # of the resampling: the same responses have the same interval
+COVERAGE = 0.95
+
+
+@dataclass(frozen=True)
+class ConfidenceInterval:
+    """A score in [0, 1] with its interval."""
+
+    score: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """One evaluation set: for each score its value at every problem."""
+
+    samples: int
+    by_problem: dict[str, np.ndarray]  # name, as avg@8: [problems]
+
+    def mean(self, name: str) -> float:
+        """Mean over all problems; nan if the score is undefined for one of them."""
+        values = self.by_problem[name].tolist()
+        return sum(values) / len(values)
+
+
+def score_set(grade_results: Sequence[GradeResult], *, samples: int) -> SetScores:
+    """Scores of grade results in problem order, `samples` for each problem."""
+    assert len(grade_results) % samples == 0, (
+        f"{len(grade_results)} verdicts of {samples} to each problem"
+    )
+    groups = [
+        grade_results[start : start + samples] for start in range(0, len(grade_results), samples)
+    ]
+    rights = [sum(grade_result.reward >= 1 for grade_result in group) for group in groups]
+    values = {
+        f"avg@{samples}": [_mean([grade_result.reward for grade_result in g]) for g in groups]
+    }
+    if samples > 1:
+        for k in powers_of_two(samples):
+            values[f"pass@{k}"] = [pass_at_k(samples, right, k) for right in rights]
+        has_votes = any(grade_result.extracted is not None for grade_result in grade_results)
+        values[f"maj@{samples}"] = [majority(group) if has_votes else math.nan for group in groups]
+    return SetScores(samples, {name: np.array(column) for name, column in values.items()})
+
+
+def powers_of_two(samples: int) -> list[int]:
+    """2, 4, 8, ... up to the number of samples, which is the last; pass@1 is the mean of rights."""
+    below = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
+    return [*below, samples]
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Probability that k of `samples` responses contain one of the `right` ones."""
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(grade_results: Sequence[GradeResult]) -> float:
+    """Reward of the most frequent answer; the mean of several equally frequent ones."""
+    rewards: dict[str, list[float]] = {}
+    for grade_result in grade_results:
+        if grade_result.extracted is not None:
+            rewards.setdefault(grade_result.extracted, []).append(grade_result.reward)
+    most = max(map(len, rewards.values()), default=0)
+    return _mean([_mean(given) for given in rewards.values() if len(given) == most])
+
+
+def intervals(sets: Mapping[str, SetScores], name: str) -> dict[str, ConfidenceInterval | None]:
+    """The score `name` of each set and of `macro`, with intervals by resampling problems.
+
+    Percentile bootstrap: problems are drawn with replacement, separately for each set. None if a
+    set has no such score, and for `macro` if any set has none.
+    """
+    generator = np.random.Generator(np.random.PCG64(SEED))
+    means: dict[str, float] = {}
+    draws: dict[str, np.ndarray] = {}
+    for one, scores in sets.items():
+        values = scores.by_problem[name]
+        means[one] = scores.mean(name)
+        draws[one] = np.array([
+            values[generator.integers(len(values), size=len(values))].mean()
+            for _ in range(RESAMPLES)
+        ])  # fmt: skip
+    means["macro"] = _mean(list(means.values()))
+    draws["macro"] = np.mean(list(draws.values()), axis=0)
+    tail = 50 * (1 - COVERAGE)
+    return {
+        one: None
+        if math.isnan(means[one])
+        else ConfidenceInterval(means[one], *np.percentile(drawn, [tail, 100 - tail]).tolist())
+        for one, drawn in draws.items()
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
 
 
 @dataclass
@@ -42,7 +155,7 @@ class Evaluator:
         return 1 if self.config.eval.temperature == 0 else self.config.eval.samples
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate every set; return its scores (`trainer/scores.py`) and their macro means.
+        """Evaluate every set; return its scores (`trainer/evaluation.py`) and their macro means.
 
         `eval/<set>/avg@k` and so on, in [0, 1], nan if there is no such score; also the fractions
         of `describe_responses` and the mean response length.
@@ -96,7 +209,7 @@ class Evaluator:
                 ),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=self.samples),
-                everywhere=False,
+                on_all_ranks=False,
                 conversations=self.conversations,
             )
         rollouts = self.grader.finish(prompts, responses)

@@ -18,13 +18,12 @@ from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.early_stopping import EarlyStopping
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.routing_check import measure_routing
 from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.step_progress import StepProgress
+from megatron_rl.trainer.step_progress import EarlyStopping, StepProgress
 
 
 @dataclass
@@ -117,7 +116,7 @@ class Trainer:
                 rule = None if self.early_stopping is None else self.early_stopping.rule(epoch)
                 result = self.actor.update(minibatch, self.run.objective, rule=rule)
                 updates.add(result, epoch=epoch)
-                self.faults.note(result, batch, step=step, update=updates.count)
+                self.faults.record(result, batch, step=step, update=updates.count)
                 advance(updates.count, self.config.updates_per_step)
                 if result.stopped is not None:
                     self.run.console.log(f"step {step}: stopped in epoch {epoch}: {result.stopped}")

@@ -78,10 +78,10 @@ def _layers(actor: MegatronActor) -> list[int]:
 def _tokens(pack: TokenBatch, actor: MegatronActor) -> Tensor:
     """Name each token whose routes this rank has; [t] int64."""
     layout = actor.packs.prepare(pack).host
-    return actor.routing.own_part(layout.shard(name_tokens(pack)))
+    return actor.routing.own_part(layout.shard(token_keys(pack)))
 
 
-def name_tokens(pack: TokenBatch) -> Tensor:
+def token_keys(pack: TokenBatch) -> Tensor:
     """Name each token by its rollout, sequence in the rollout and position; [T] int64."""
     joined = pack.joined or (1,) * len(pack.rollout_indices)
     sequences = [

@@ -20,7 +20,7 @@ class SkippedUpdates:
     in_a_row: int = 0
     _kept: int = -1  # the step whose rollouts were kept last
 
-    def note(self, result: UpdateResult, batch: RolloutBatch, *, step: int, update: int) -> None:
+    def record(self, result: UpdateResult, batch: RolloutBatch, *, step: int, update: int) -> None:
         """Record the result of an update; raises FloatingPointError after too many skipped ones.
 
         update: within the step, from 1. Collective.

@@ -1,4 +1,9 @@
-"""Progress of a step: the state that a checkpoint inside it needs to resume there."""
+"""Progress of a step: what a checkpoint inside it needs to resume there, and when its reuse ends.
+
+`early_stopping` is evaluated before each update from the second epoch on, when its gradient is
+computed: the update that would cross a bound is not made, and the next rollout batch follows. The
+first epoch is never stopped.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.actor.actor import StopRule, UpdateResult
 from megatron_rl.config import Config
-from megatron_rl.objectives import Statistics
+from megatron_rl.config.sections import EarlyStoppingSection
+from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.rollouts.logprob_history import restore_traces
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.trainer.update_metrics import UpdateMetrics
@@ -35,7 +41,7 @@ class StepProgress:
         if self.batch is not None:
             self.updates.lags = self.batch.lags
 
-    def take(self, batch: RolloutBatch) -> None:
+    def attach(self, batch: RolloutBatch) -> None:
         """Attach the batch, packed again, on which the completed updates were made."""
         self.batch, self.updates.lags = batch, batch.lags
         restore_traces(batch.packs, self.traces)
@@ -103,3 +109,30 @@ class StepProgress:
             updates=UpdateMetrics(results, state["epochs"], final=state["final"]),
             traces={place: rows.numpy() for place, rows in state["traces"].items()},
         )
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """The bounds of `early_stopping`."""
+
+    bounds: EarlyStoppingSection
+
+    @classmethod
+    def of(cls, config: Config) -> EarlyStopping | None:
+        """Build from a config; None if no bound is set."""
+        bounds = config.early_stopping
+        return None if bounds.acceptance is None and bounds.kl is None else cls(bounds)
+
+    def rule(self, epoch: int) -> StopRule | None:
+        """Return the rule for the updates of an epoch, from 1; None in the first."""
+        return self._crossed_bound if epoch > 1 else None
+
+    def _crossed_bound(self, statistics: Statistics) -> str | None:
+        """Describe the bound that an update with these statistics would cross, if any."""
+        bounds, metrics = self.bounds, statistics.to_metrics()
+        acceptance, kl = metrics["gate/acceptance"], metrics["ratio/kl_to_behavior"]
+        if bounds.acceptance is not None and acceptance < bounds.acceptance:
+            return f"acceptance {acceptance:.4f} is below {bounds.acceptance:g}"
+        if bounds.kl is not None and kl > bounds.kl:
+            return f"the KL to behavior, {kl:.3g}, is above {bounds.kl:g}"
+        return None

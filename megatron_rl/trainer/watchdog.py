@@ -11,7 +11,12 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import shared_folder
-from megatron_rl.runtime.watchdog import Heartbeat, answer_by_stacks, make_board, map_board
+from megatron_rl.runtime.watchdog import (
+    Heartbeat,
+    allocate_heartbeats,
+    answer_by_stacks,
+    map_heartbeats,
+)
 
 GRACE = 120.0  # seconds, so that more specific limits are reported first
 _WATCHERS: list[subprocess.Popen[bytes]] = []  # kept until this process exits
@@ -64,7 +69,7 @@ def _make_folder(stack: contextlib.ExitStack, ranks: int) -> tuple[Path | None, 
     try:
         folder = stack.enter_context(shared_folder())
         with (folder / "board").open("wb") as file:
-            make_board(file.fileno(), ranks=ranks)
+            allocate_heartbeats(file.fileno(), ranks=ranks)
         for place in range(ranks):
             (folder / f"stacks{place}").touch()
     except OSError as error:
@@ -77,7 +82,7 @@ def _open(folder: Path, place: int, *, budget: float, budgets: dict[str, float])
     stacks = os.open(folder / f"stacks{place}", os.O_WRONLY | os.O_APPEND)
     answer_by_stacks(stacks)
     with (folder / "board").open("r+b") as file:
-        board = map_board(file.fileno())
+        board = map_heartbeats(file.fileno())
     return Heartbeat(board, place, budget=budget, budgets=budgets)
 
 

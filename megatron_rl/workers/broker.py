@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.workers.template import adopt_orphans, survive_signals_to_the_job
+from megatron_rl.workers.template import adopt_orphans, ignore_job_signals
 
 LONGEST_LINE = 1 << 30  # bytes of a message
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
@@ -182,7 +182,7 @@ class Broker:
         self._lines = 0  # printed since `renew`
         self._has_left = asyncio.Event()  # an ended process may have left others
 
-    def take(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Receive a message of the trainer."""
         raise NotImplementedError
 
@@ -196,7 +196,7 @@ class Broker:
         parser.add_argument("--link", type=int, required=True)
         parser.add_argument("--trainer", type=int, required=True)
         arguments = parser.parse_args()
-        survive_signals_to_the_job()
+        ignore_job_signals()
         adopt_orphans()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two for each process
@@ -228,7 +228,7 @@ class Broker:
                 if "renew" in message:
                     self._renew()
                 else:
-                    self.take(message)
+                    self.on_message(message)
             await self.close()
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it

@@ -39,7 +39,7 @@ _LANDLOCK_ABI_WITH_SCOPES = 6  # Linux 6.12
 _LANDLOCK_SCOPE_SIGNAL = 2
 
 
-def survive_signals_to_the_job() -> None:
+def ignore_job_signals() -> None:
     """Do nothing on the signals of Ctrl-C and SLURM, while the trainer finishes its step.
 
     Handlers and not SIG_IGN: a program that this process starts has the default actions again.
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, required=True)
     arguments = parser.parse_args()
     end_with_parent(arguments.parent)
-    survive_signals_to_the_job()
+    ignore_job_signals()
     hide_other_processes()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.files, hard))

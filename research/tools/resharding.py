@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.pieces import padded_vocabulary, parameter_shapes
-from megatron_rl.resharding.push import Resharder, ReshardSettings, SyncStats
+from megatron_rl.resharding.push import Resharder, SyncStats
 from megatron_rl.resharding.push_schedule import WITHIN, plan_slices
 from megatron_rl.telemetry.metrics import PeakMemory
 from tests.gather_push import gather_push
@@ -194,7 +195,7 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
     shape = SHAPES[options.size]
     holder = _Holder(shape, case[0], rank)
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
-    settings = ReshardSettings(bucket_bytes=options.bucket_mib << 20, full_check_every=0)
+    settings = ReshardingSection(bucket_mib=options.bucket_mib, full_check_every=0)
     memory = PeakMemory()
 
     def push(way: str, resharder: Resharder) -> tuple[float, SyncStats]:

@@ -157,6 +157,7 @@ def _score(rank, world_size, root, layout, names):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
@@ -165,10 +166,10 @@ def _score(rank, world_size, root, layout, names):
     report = {}
     for name in names:
         settings = ActorSettings(
-            learning_rate=1e-3,
+            optimizer=OptimizerSection(learning_rate=1e-3),
             warmup_updates=0,
             recompute="selective" if layout == {"expert": 2} else "full",
-            overlap_reduction=world_size > 1,  # as on CUDA
+            overlap_reduction=world_size > 1,
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
         (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)

@@ -24,9 +24,12 @@ RATE = 1e-4
 def _actor(root, topology, dtype):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
 
     # A large epsilon: see test_actor_layouts.
-    settings = ActorSettings(learning_rate=RATE, warmup_updates=0, epsilon=1e-3, dtype=dtype)
+    settings = ActorSettings(
+        optimizer=OptimizerSection(learning_rate=RATE, epsilon=1e-3), warmup_updates=0, dtype=dtype
+    )
     return MegatronActor(Path(root) / "model", topology=topology, settings=settings)
 
 

@@ -113,16 +113,16 @@ def _score_split(actor):
 
 def _settings():
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
 
     # A large epsilon: where a gradient is zero but for rounding (key biases), Adam would otherwise
     # turn the rounding into full steps.
     return ActorSettings(
-        learning_rate=3e-3,
+        optimizer=OptimizerSection(
+            learning_rate=3e-3, epsilon=1e-3, weight_decay=0.1, max_grad_norm=0.5
+        ),
         warmup_updates=2,
-        epsilon=1e-3,
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        overlap_reduction=torch.distributed.get_world_size() > 1,  # as on CUDA
+        overlap_reduction=torch.distributed.get_world_size() > 1,
     )
 
 

@@ -32,6 +32,7 @@ def _train(rank, world_size, folder):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.memory import training_state_bytes
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.objectives import build_objective
 
     topology = groups.initialise(context=world_size)
@@ -42,7 +43,9 @@ def _train(rank, world_size, folder):
         ("selective", "selective"),
         ("full", "full"),
     ):
-        settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, recompute=recompute)
+        settings = ActorSettings(
+            optimizer=OptimizerSection(learning_rate=1e-2), warmup_updates=0, recompute=recompute
+        )
         actor = MegatronActor(Path(folder), topology=topology, settings=settings)
         (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
         packs = freeze_behavior(actor, [minibatch])

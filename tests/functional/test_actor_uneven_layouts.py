@@ -55,6 +55,7 @@ def _score(rank, world_size, root, name):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
@@ -64,7 +65,9 @@ def _score(rank, world_size, root, name):
     for model in models:
         # A large epsilon: Adam would turn rounding of zero gradients (key biases) into full steps.
         settings = ActorSettings(
-            learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, overlap_reduction=world_size > 1
+            optimizer=OptimizerSection(learning_rate=3e-3, epsilon=1e-3),
+            warmup_updates=0,
+            overlap_reduction=world_size > 1,
         )
         actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
         (minibatch,) = plan(actor, *rollouts, minibatches=1)

@@ -142,6 +142,7 @@ def _push(rank, world_size, folder):
     from safetensors.torch import load_file
 
     from megatron_rl.actor.weights import HfReader
+    from megatron_rl.config.sections import RolloutSection
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.models.stored_tensors import view_stored
@@ -154,13 +155,11 @@ def _push(rank, world_size, folder):
     tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
     engine = VllmEngine(
         folder,
+        RolloutSection(tensor=world_size, kv_cache_mib=8, stop=[" "] if tokenizer else []),
         tokenizer=tokenizer,
-        stop=[" "] if tokenizer else [],
-        tensor=world_size,
         topology=topology_of(layout, rank=rank),
         dtype=torch.float32,
         max_model_len=64,
-        kv_cache_bytes=8 << 20,
         partial_rollouts=is_published,
     )
     tensors = load_file(f"{folder}/model.safetensors")

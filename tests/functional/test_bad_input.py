@@ -61,7 +61,7 @@ def absolute():
         (["objective.constraint={lo: 1}"], "no option 'lo'; did you mean 'low'"),
         (["objective={name: oapl}"], "set advantage.estimator=optimal_value"),
         (["objective={name: sao}"], "sao needs ratios to the engine's log-probs"),
-        (["model.reference=/nowhere"], "the objective has no KL term"),
+        (["model.reference=/nowhere"], "no effect with objective.name=pnpo without objective.kl"),
         (["model.transformer_engine=true"], "model.transformer_engine=true: needs a CUDA device"),
         (["model.fp8=tensorwise"], "model.fp8=tensorwise: needs Transformer Engine, which is not"),
         (["model.fp8=delayed"], "model.fp8='delayed'"),

@@ -24,6 +24,7 @@ def _train_or_load(rank, world_size, root, layout):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.checkpoint_contents import check_stored
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
@@ -31,7 +32,9 @@ def _train_or_load(rank, world_size, root, layout):
     report = {}
     for name in NAMES:
         folder = Path(root) / f"{name}-checkpoint"
-        settings = ActorSettings(learning_rate=1e-3, warmup_updates=0, epsilon=1e-4)
+        settings = ActorSettings(
+            optimizer=OptimizerSection(learning_rate=1e-3, epsilon=1e-4), warmup_updates=0
+        )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
         rollouts, advantages = make_rollouts()
         (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)

@@ -50,6 +50,7 @@ class Engine:
     def __init__(self, folder, tensor):
         from megatron_rl.actor.groups import initialise
         from megatron_rl.actor.weights import HfReader
+        from megatron_rl.config.sections import RolloutSection
         from megatron_rl.data.prompts import tokenize_messages
         from megatron_rl.data.tokenizer import load_tokenizer
         from megatron_rl.data.turns import TurnRenderer
@@ -60,8 +61,8 @@ class Engine:
         topology = initialise()
         self.rank, self.renderer = topology.rank % tensor, TurnRenderer(tokenizer)
         self.engine = VllmEngine(
-            folder, tokenizer=tokenizer, tensor=tensor, topology=topology, dtype=torch.float32,
-            max_model_len=CONTEXT, kv_cache_bytes=8 << 20, max_num_seqs=64,
+            folder, RolloutSection(tensor=tensor, kv_cache_mib=8, max_num_seqs=64),
+            tokenizer=tokenizer, topology=topology, dtype=torch.float32, max_model_len=CONTEXT,
         )  # fmt: skip
         reader = HfReader(folder)
         weights = ((name, reader.slice(name)[:]) for name in tensor_shapes(self.engine.shape))
@@ -80,7 +81,7 @@ class Engine:
         self, name, *, prompts=None, in_rounds=False, on_error="end", max_rewrites=2,
         module="tests.functional.talking", **limits,
     ):  # fmt: skip
-        from megatron_rl.config.environment_section import EnvironmentSection
+        from megatron_rl.config.sections import EnvironmentSection
         from megatron_rl.engine.engine import ConversationSettings
         from megatron_rl.environments.pool import EnvironmentPool
 

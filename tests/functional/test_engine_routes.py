@@ -71,7 +71,8 @@ def _generate(rank, world_size, folder):
     """Generate with two engines; check the routes of each against transformers, then send them."""
     from safetensors.torch import load_file
 
-    from megatron_rl.data.token_rows import bring_responses, is_here
+    from megatron_rl.config.sections import RolloutSection
+    from megatron_rl.data.token_rows import fetch_responses, is_local
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.types import Prompt, SamplingSettings
@@ -79,8 +80,8 @@ def _generate(rank, world_size, folder):
 
     layout = ActorLayout(tensor=1, pipeline=world_size)
     engine = VllmEngine(
-        folder, tensor=1, topology=topology_of(layout, rank=rank), dtype=torch.float32,
-        max_model_len=64, kv_cache_bytes=8 << 20, routes=True, max_num_seqs=3,
+        folder, RolloutSection(kv_cache_mib=8, max_num_seqs=3),
+        topology=topology_of(layout, rank=rank), dtype=torch.float32, max_model_len=64, routes=True,
     )  # fmt: skip
     tensors = load_file(f"{folder}/model.safetensors")
     engine.sync_weights(
@@ -88,22 +89,22 @@ def _generate(rank, world_size, folder):
     )
     sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=20, seed=1)
     prompts = [Prompt(i, (), tuple(tokens), "", "") for i, tokens in enumerate(PROMPTS)]
-    responses = engine.generate(prompts, samples=SAMPLES, sampling=sampling, everywhere=False)
+    responses = engine.generate(prompts, samples=SAMPLES, sampling=sampling, on_all_ranks=False)
     agreed = []
     for place, response in enumerate(responses):
-        assert is_here(response.routes) == (response.owner == rank), "only the owner has routes"
+        assert is_local(response.routes) == (response.owner == rank), "only the owner has routes"
         if response.owner == rank:
             prompt = PROMPTS[place // SAMPLES]
             routes = _read(response, prompt)
             _, chosen = _transformers(folder, [*prompt, *response.token_ids.tolist()])
             agreed += (np.sort(routes, 2) == np.sort(chosen, 2)).all(2).ravel().tolist()
     needed = range(len(responses)) if rank == 1 else [len(responses) - 1]
-    brought = bring_responses(responses, needed)
+    brought = fetch_responses(responses, needed)
     if rank == 1:
         Path(folder, "responses.pkl").write_bytes(pickle.dumps(brought))
     else:  # the writer receives the routes that it trains, and no others
-        assert brought[-1].owner == 1 and is_here(brought[-1].routes)
-        assert not any(is_here(one.routes) for one in brought[:-1] if one.owner == 1)
+        assert brought[-1].owner == 1 and is_local(brought[-1].routes)
+        assert not any(is_local(one.routes) for one in brought[:-1] if one.owner == 1)
     return float(np.mean(agreed)), len(agreed)
 
 
@@ -130,14 +131,18 @@ def _train(rank, world_size, folder, layout):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
 
     topology = groups.initialise(**layout)
     settings = ActorSettings(
-        learning_rate=3e-3, warmup_updates=0, weight_decay=0.0, epsilon=1e-4, replay_routes=True,
-        recompute="selective", overlap_reduction=topology.world_size > 1,
-    )  # fmt: skip
+        optimizer=OptimizerSection(learning_rate=3e-3, weight_decay=0.0, epsilon=1e-4),
+        warmup_updates=0,
+        replay_routes=True,
+        recompute="selective",
+        overlap_reduction=topology.world_size > 1,
+    )
     actor = MegatronActor(Path(folder), topology=topology, settings=settings)
     rollouts = _rollouts(folder)
     minibatches = plan_minibatches(
@@ -149,9 +154,9 @@ def _train(rank, world_size, folder, layout):
         sequence_parallel=actor.sequence_parallel,
     )
     packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
-    actor.routing.take_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
+    actor.routing.use_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
     behavior = actor.compute_logprobs(packs, routing="record")
-    changed = actor.routing.take_counts()
+    changed = actor.routing.pop_counts()
     for pack, logprobs in zip(packs, behavior, strict=True):
         pack.behavior_logprobs = logprobs
     rows = gather_by_rollout(packs, behavior, count=len(rollouts), topology=topology)

@@ -22,11 +22,12 @@ def _train(rank, world_size, root, layout):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.objectives import build_objective
 
     root = Path(root)
     topology = groups.initialise(**layout)
-    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0)
+    settings = ActorSettings(optimizer=OptimizerSection(learning_rate=1e-2), warmup_updates=0)
     actor = MegatronActor(root / "model", topology=topology, settings=settings)
     (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
     freeze_behavior(actor, [minibatch])

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.config.sections import LoraSection, ReshardingSection
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import Resharder, ReshardSettings
+from megatron_rl.resharding.push import Resharder
 from tests.functional.test_actor_architectures import MODELS, _make_model
 from tests.functional.test_actor_layouts import freeze_behavior, make_model, make_rollouts, plan
 from tests.ranks import run_ranks
@@ -35,14 +36,14 @@ EXPERTS_ON_FOUR = [
 
 
 def settings(path=None, rank=4, alpha=8.0, **further):
-    from megatron_rl.actor.settings import ActorSettings, LoraSettings
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
 
     return ActorSettings(
-        learning_rate=3e-2,
+        optimizer=OptimizerSection(learning_rate=3e-2, epsilon=1e-3, max_grad_norm=0.5),
         warmup_updates=0,
-        epsilon=1e-3,
-        max_grad_norm=0.5,
-        lora=LoraSettings(rank=rank, alpha=alpha, seed=1, path=path),
+        lora=LoraSection(rank=rank, alpha=alpha, path=path),
+        seed=1,
         **further,
     )
 
@@ -75,7 +76,7 @@ def push(actor, exported, dtype=torch.float32):
     for kind in (Slices, Live):
         layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
         receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
-        settings = ReshardSettings(bucket_bytes=3000, full_check_every=1)
+        settings = ReshardingSection(bucket_mib=3000 / 2**20, full_check_every=1)
         Resharder(receiver, settings).push(actor, version=1)
         assert receiver.differs_from(exported) == []
 
@@ -137,7 +138,7 @@ def start_from_folders(actor, root, folder):
     from megatron_rl.actor.adapter_files import export_adapters
 
     for name, rank in (("qwen2 one/adapter", 4), ("foreign", 12)):
-        lora = replace(actor.settings.lora, path=str(root / name), rank=rank, alpha=2.0 * rank)
+        lora = LoraSection(path=str(root / name), rank=rank, alpha=2.0 * rank)
         chosen = replace(actor.settings, lora=lora)
         started = MegatronActor(actor.model_folder, topology=actor.topology, settings=chosen)
         export_adapters(started, folder / name / "again")
@@ -256,8 +257,16 @@ def store(rank, world_size, root):
     assert all(torch.equal(again[name], value) for name, value in exported.items())
     for folder, changes, message in (
         ("other16", {}, "adapters of another model"),
-        ("model16", {"lora": replace(settings().lora, rank=8)}, "adapters with rank 4"),
-        ("model16", {"lora": replace(settings().lora, targets=("qkv",))}, "with targets"),
+        (
+            "model16",
+            {"lora": settings().lora.model_copy(update={"rank": 8})},
+            "adapters with rank 4",
+        ),
+        (
+            "model16",
+            {"lora": settings().lora.model_copy(update={"targets": ["qkv"]})},
+            "with targets",
+        ),
         ("model16", {"lora": None}, "contains adapters, but this run trains weights"),
     ):
         chosen = replace(actor.settings, **changes)

@@ -31,7 +31,7 @@ def differentiate(rank, world_size, root):
     topology, scores = initialise(), {}
     for name, targets in TARGETS.items():
         folder = root / name
-        chosen = replace(settings(), lora=replace(settings().lora, targets=targets))
+        chosen = replace(settings(), lora=settings().lora.model_copy(update={"targets": targets}))
         actor = MegatronActor(folder / "model", topology=topology, settings=chosen)
         (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
         packs = minibatch.micro_batches

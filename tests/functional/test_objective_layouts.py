@@ -45,6 +45,7 @@ def run_objectives(rank, world_size, root, layout):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
@@ -57,7 +58,10 @@ def run_objectives(rank, world_size, root, layout):
     for case, (name, overrides) in CASES.items():
         objective = build_objective(name, **overrides)
         settings = ActorSettings(
-            learning_rate=3e-3, warmup_updates=0, epsilon=1e-3, weight_decay=0.0, max_grad_norm=0.0
+            optimizer=OptimizerSection(
+                learning_rate=3e-3, epsilon=1e-3, weight_decay=0.0, max_grad_norm=0.0
+            ),
+            warmup_updates=0,
         )
         actor = MegatronActor(root / "model", topology=topology, settings=settings)
         (minibatch,) = plan_minibatches(

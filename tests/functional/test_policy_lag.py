@@ -135,7 +135,7 @@ def test_disturbed_run_with_full_buffer_resumes_bit_for_bit(runs, disturbed, who
         ]
         assert both[0] == both[1]
     checkpoint = runs / disturbed / "checkpoints" / "step_000002"
-    assert (checkpoint / "held.parquet").is_file()
+    assert (checkpoint / "buffer.parquet").is_file()
 
 
 def test_mixed_run_trains_according_to_schedule(runs):

@@ -127,22 +127,23 @@ def _run(rank, world_size, root, engine, layouts, models, others):
 
     from megatron_rl.actor import cpu_adaptation, groups
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.settings import ActorSettings, LoraSettings
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import LoraSection, OptimizerSection
 
     stalls = runtime.watch_comparisons()
     reports = {}
     for name, layout in layouts.items():
         topology = groups.initialise(**layout)
         for model in models:
-            adapters = LoraSettings(rank=4, alpha=8.0, seed=1) if "lora" in model else None
+            adapters = LoraSection(rank=4, alpha=8.0) if "lora" in model else None
             settings = ActorSettings(
+                optimizer=OptimizerSection(learning_rate=3e-2 if adapters else 1e-3, epsilon=1e-3),
                 lora=adapters,
-                learning_rate=3e-2 if adapters else 1e-3,
+                seed=1,
                 warmup_updates=0,
-                epsilon=1e-3,
                 recompute="full" if name == "tp2-cp2-ep2" else "none",
                 transformer_engine=engine is not None,
-                overlap_reduction=engine is not None,  # as on CUDA
+                overlap_reduction=engine is not None,
             )
             source = Path(root) / model.split()[0]
             actor = MegatronActor(source, topology=topology, settings=settings)

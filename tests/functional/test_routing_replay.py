@@ -58,6 +58,7 @@ def _train(root, topology, case, checkpoint):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
     from megatron_rl.trainer.route_files import read_routes, write_routes
@@ -65,10 +66,8 @@ def _train(root, topology, case, checkpoint):
 
     replay, recompute = CASES[case]
     settings = ActorSettings(
-        learning_rate=3e-3,
+        optimizer=OptimizerSection(learning_rate=3e-3, weight_decay=0.0, epsilon=1e-4),
         warmup_updates=0,
-        weight_decay=0.0,
-        epsilon=1e-4,
         recompute=recompute,
         replay_routes=replay,
         overlap_reduction=topology.world_size > 1,

@@ -70,18 +70,21 @@ def _actor(folder, sizes, **experts):
 
 
 def _engine(folder, tensor, topology):
+    from megatron_rl.config.sections import ReshardingSection, RolloutSection
     from megatron_rl.engine.vllm_engine import VllmEngine
-    from megatron_rl.resharding.push import ReshardSettings
 
     return VllmEngine(
         folder,
-        tensor=tensor,
+        RolloutSection(tensor=tensor, kv_cache_mib=8),
         topology=topology,
         dtype=torch.float32,
         max_model_len=64,
-        kv_cache_bytes=8 << 20,
-        resharding=ReshardSettings(full_check_every=1, bucket_bytes=1 << 16),
+        resharding=ReshardingSection(full_check_every=1, bucket_mib=1 / 16),
     )
+
+
+def _limit(engine, *, seconds):
+    engine.settings = engine.settings.model_copy(update={"time_limit_seconds": seconds})
 
 
 def _compare_logprobs(actor, engine, version):
@@ -189,14 +192,14 @@ def _load_and_write_experts(actor, engine):
 
 def _push_experts(rank, world_size, folder):
     """Sync whole experts on each actor rank to a slice of every expert on each engine rank."""
+    from megatron_rl.config.sections import RolloutSection
     from megatron_rl.engine.vllm_engine import VllmEngine
 
     actor = _actor(folder, (1, 1, 1, 2), expert=2)
     with pytest.raises(ValueError, match="needs CUDA"):
         VllmEngine(
             folder,
-            tensor=2,
-            expert_parallel=True,
+            RolloutSection(tensor=2, expert_parallel=True),
             topology=actor.topology,
             dtype=torch.float32,
             max_model_len=64,
@@ -316,10 +319,10 @@ def _break_syncs(rank, world_size, folder):
         )
     _compare_logprobs(actor, engine, 3)
     # A call that takes too long leaves an engine that works.
-    engine.time_limit = 0.0
+    _limit(engine, seconds=0.0)
     with pytest.raises(TimeoutError, match="0 of 5 responses were finished after 0 s"):
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
-    engine.time_limit = 600.0
+    _limit(engine, seconds=600.0)
     _compare_logprobs(actor, engine, 3)
     return json.dumps(messages)
 
@@ -347,16 +350,16 @@ def _generate_with_late_ranks(rank, world_size, folder):
     actor = _actor(folder, (1, 1, 1, 2))
     engine = _engine(folder, 2, actor.topology)
     engine.sync_weights(actor, version=0)
-    engine.time_limit = 0.0 if rank == 1 else 600.0
+    _limit(engine, seconds=0.0 if rank == 1 else 600.0)
     with pytest.raises(TimeoutError):  # on both, or the other would wait in the next step
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
-    engine.time_limit = 600.0
+    _limit(engine, seconds=600.0)
     _compare_logprobs(actor, engine, 0)
     output = Path(folder) / "stderr"
     if rank == 0:
         running.CLEAN_UP_SECONDS = 1.0
         os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
-        engine.time_limit = 1.0
+        _limit(engine, seconds=1.0)
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)
         raise AssertionError("generated without the other rank")
     deadline = time.monotonic() + 60

@@ -27,11 +27,14 @@ LAYERS = {
     "workers": {"texts", "runtime"},
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
-    "data": {"types", "texts", "messages", "runtime", "distributed"},
-    "resharding": {"types", "runtime", "distributed", "models"},
-    "actor": {"types", "runtime", "distributed", "objectives", "models", "resharding", "data"},
+    "data": {"types", "texts", "messages", "config", "runtime", "distributed"},
+    "resharding": {"types", "runtime", "config", "distributed", "models"},
+    "actor": {
+        "types", "runtime", "config", "distributed", "objectives", "models", "resharding", "data",
+    },
     "engine": {
-        "types", "runtime", "distributed", "models", "resharding", "data", "environments",
+        "types", "runtime", "config", "distributed", "models", "resharding", "data",
+        "environments",
     },
     "runs": {"types", "runtime", "config", "models", "data"},
     "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},

@@ -12,7 +12,7 @@ from megatron_rl.config import (
     dump_config,
     load_config,
     parse_config,
-    put,
+    set_dotted,
     valid_keys,
     with_absolute_paths,
 )
@@ -122,12 +122,12 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (
             MINIMAL,
             ["behavior=engine", "lag.partial_rollouts=8", "lag.sync_weights_every=2"],
-            "lag.sync_weights_every=2 and lag.partial_rollouts both set when weights",
+            "lag.sync_weights_every cannot be combined with lag.partial_rollouts: both set when",
         ),
         (
             MINIMAL,
             ["behavior=engine", "lag.partial_rollouts=8", "rollout.stop=[x]"],
-            "rollout.stop: a stop string may span a weight sync",
+            "rollout.stop cannot be combined with lag.partial_rollouts: a stop string may span a",
         ),
         (
             MINIMAL,
@@ -538,7 +538,7 @@ def test_error_messages_contain_no_python_types(key):
     """Also settings that take a number or a mapping, a name or a mapping: one line, plain words."""
     for bad in ([{"x": [1]}], "a b", True, -1e30, {"zzz": {"y": 1}}):
         values = {"model": {"path": "m"}, "data": {"train": "t"}}
-        put(values, key, bad)
+        set_dotted(values, key, bad)
         try:
             parse_config(values)
         except ConfigError as error:

@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.config.environment_section import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection
 from megatron_rl.environments.interface import EnvironmentFailure
 from megatron_rl.environments.pool import EnvironmentPool
 from tests.unit.workers.troubles import PER_CONVERSATION, TROUBLES

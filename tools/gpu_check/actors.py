@@ -64,11 +64,12 @@ def _build(folder, *, transformer_engine=False, fp8=None):
     """Build an actor in low precision and a minibatch; return both with log-probs by rollout."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 
     topology = one_process()
     settings = ActorSettings(
-        learning_rate=1e-4,
+        optimizer=OptimizerSection(learning_rate=1e-4),
         warmup_updates=0,
         dtype=LOW,
         transformer_engine=transformer_engine,

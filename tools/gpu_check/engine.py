@@ -55,6 +55,7 @@ def run_engine(folder):
     """Start actor and engine, push twice, generate, sleep, wake, and generate again."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import RolloutSection
     from megatron_rl.engine.vllm_engine import VllmEngine
     from megatron_rl.rollouts.engine_check import check_engine as compare
     from megatron_rl.types import SamplingSettings
@@ -66,13 +67,10 @@ def run_engine(folder):
     before = _free()
     engine = VllmEngine(
         folder,
-        tensor=1,
+        RolloutSection(kv_cache_mib=16, gpu_memory_utilization=SHARE, max_num_seqs=64),
         topology=topology,
         dtype=LOW,
         max_model_len=4096 if DEVICE == "cuda" else 64,
-        kv_cache_bytes=None if DEVICE == "cuda" else 16 << 20,
-        gpu_memory_utilization=SHARE,
-        max_num_seqs=64,
     )
     awake = before - _free()
     engine.sync_weights(actor, version=0)

@@ -63,6 +63,7 @@ def _measure(row, lengths, *, model=None, label="", **settings):
     """Note tokens/s, FLOP/s and utilization; return the seconds of an update."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
@@ -70,7 +71,9 @@ def _measure(row, lengths, *, model=None, label="", **settings):
     gc.collect()  # an actor of an earlier call, whose hooks refer to it
     with tempfile.TemporaryDirectory() as temporary:
         config = save_random_model(Path(temporary) / "model", model)
-        settings = ActorSettings(learning_rate=1e-6, dtype=LOW, recompute="full", **settings)
+        settings = ActorSettings(
+            optimizer=OptimizerSection(learning_rate=1e-6), dtype=LOW, recompute="full", **settings
+        )
         actor = MegatronActor(Path(temporary) / "model", topology=topology, settings=settings)
     (minibatch,) = plan_minibatches(
         make_rollouts(lengths, config["vocab_size"]),

@@ -166,7 +166,8 @@ def measure(
 def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
     """Build the actor, its memory labeled as weights, gradients and optimizer."""
     settings = build_actor_settings(config, topology)
-    settings = replace(settings, effective_samples_power=0.0)  # would read values
+    optimizer = settings.optimizer.model_copy(update={"effective_samples_power": 0.0})
+    settings = replace(settings, optimizer=optimizer)  # that power would read values
     meter.category = "optimizer"
     actor = MegatronActor(config.model.path, topology=topology, settings=settings)
     for chunk in actor.ddp_chunks:

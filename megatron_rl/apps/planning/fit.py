@@ -234,7 +234,7 @@ def slot_bytes(config: Config) -> dict[str, int]:
     if settings is None:
         return {}
     elements = slot_elements(
-        read_model_shape(config.model.path), rank=settings.rank, targets=settings.targets,
+        read_model_shape(config.model.path), rank=settings.lora.rank, targets=settings.lora.targets,
         tensor=config.rollout.tensor,
     )  # fmt: skip
     return {f"{settings.versions} slots of adapters": _width(config) * settings.versions * elements}
@@ -249,7 +249,7 @@ def adapter_host_bytes(config: Config, *, engine: int) -> dict[str, int]:
     if settings is None:
         return {}
     shape = read_model_shape(config.model.path)
-    one = count_adapter_parameters(shape, rank=settings.rank, targets=settings.targets)
+    one = count_adapter_parameters(shape, rank=settings.lora.rank, targets=settings.lora.targets)
     return {
         "the sleeping engine's weights": engine,
         "adapters": _width(config) * settings.versions * one,

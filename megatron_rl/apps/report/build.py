@@ -29,14 +29,14 @@ from megatron_rl.apps.report.runs import (
     title_of,
 )
 from megatron_rl.apps.report.traces import (
-    build_life,
+    build_histories,
     describe_objective,
     gate_by_position,
     objective_of,
     ratios_by_position,
+    reason_no_decisions,
     spread_out,
     traced_steps,
-    why_no_decisions,
 )
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import PHASES
@@ -272,7 +272,7 @@ def collect(
         "phases": list(PHASES),
         "threshold": threshold,
         "runs": [_run(run, scores, threshold, curves, of=len(runs)) for run in runs],
-        "life": build_life(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
+        "life": build_histories(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
         "sampled": [run.name for run in runs if run.settings.get(KEEP_ROLLOUTS, "all") != "all"],
         "traced": sum(bool(traced_steps(run)) for run in runs),
     }
@@ -306,7 +306,7 @@ def _bounds(group: RunGroup) -> dict[str, Any]:
     """Return bounds of log w_t that depend only on t / L, or the reason in `missing`."""
     objective = describe_objective(objective_of(group.runs[0]))
     if objective is None:
-        return {"missing": why_no_decisions(group.runs[0])}
+        return {"missing": reason_no_decisions(group.runs[0])}
     bounds = objective["bounds"]
     if bounds is None or (bounds["low"] is None and bounds["high"] is None):
         return {"missing": "its constraint sets no lower or upper bound on a weight"}

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.telemetry.curves import SECONDS, dress
+from megatron_rl.telemetry.curves import SECONDS, style_axis
 
 Data = Mapping[str, Any]
 # The page uses the same colors.
@@ -65,8 +65,8 @@ def _draw_learning(figure: Any, data: Data) -> bool:
         _band(axes[0], runs, _macro, color=color, label=label, marker="o")
         _band(axes[1], runs, lambda run: run["reward"], color=color, alpha=0.25, fill=False)
         _band(axes[1], runs, lambda run: run["smooth"], color=color, label=label)
-    dress(axes[0], "Held-out score, mean of the sets (%)", "rollout batches")
-    dress(axes[1], "Mean rollout reward, raw and smoothed over 11 steps", "rollout batches")
+    style_axis(axes[0], "Held-out score, mean of the sets (%)", "rollout batches")
+    style_axis(axes[1], "Mean rollout reward, raw and smoothed over 11 steps", "rollout batches")
     _legend(axes[1], data)
     return True
 
@@ -84,7 +84,7 @@ def _draw_costs(figure: Any, data: Data) -> bool:
                 runs = [data["runs"][index] for index in group["runs"]]
                 _band(axis, runs, read, color=COLORS[place % len(COLORS)], label=group["label"],
                       marker=marker, unit=unit)  # fmt: skip
-            dress(axis, title, SPENT[unit])
+            style_axis(axis, title, SPENT[unit])
     _legend(axes[0][0], data)
     return True
 
@@ -138,7 +138,7 @@ def _draw_time(figure: Any, data: Data) -> bool:
                 axis.plot(spent, [place] * len(spent), "o", color="#16202c", markersize=3)
             axis.text(0, place, f" {len(spent)}/{len(passages)}", va="center", fontsize=8)
         axis.set_yticks(range(len(data["groups"])), [group["label"] for group in data["groups"]])
-        dress(axis, title.replace("(h)", "(min)") if minutes else title, "", grid="x")
+        style_axis(axis, title.replace("(h)", "(min)") if minutes else title, "", grid="x")
         axis.set_ylim(len(data["groups"]) - 0.5, -0.5)
     return True
 
@@ -156,7 +156,7 @@ def _draw_ratios(figure: Any, data: Data) -> bool:
             axis.plot(x, last["median"], color=color, label=data["groups"][place]["label"])
             for sign in (1, -1):
                 axis.plot(x, [sign * v for v in last["std"]], color=color, ls="--", lw=0.9)
-        dress(axis, title, "position t")
+        style_axis(axis, title, "position t")
     _legend(axis, data)
     return True
 
@@ -177,8 +177,8 @@ def _draw_gate(figure: Any, data: Data) -> bool:
                     alpha=0.3 + 0.7 * (epoch + 1) / len(tables[name]),
                     lw=2 if last else 1, label=data["groups"][place]["label"] if last else None,
                 )  # fmt: skip
-    dress(axes[0], "Accepted tokens (fraction), darker for later epochs", "t / L")
-    dress(axes[1], "std of log w, darker for later epochs", "t / L")
+    style_axis(axes[0], "Accepted tokens (fraction), darker for later epochs", "t / L")
+    style_axis(axes[1], "std of log w, darker for later epochs", "t / L")
     _legend(axes[1], data)
     return True
 
@@ -194,7 +194,7 @@ def _draw_seconds(figure: Any, data: Data) -> bool:
             axis.barh(place, value, left=left, color=color, label=label)
             left += value
     axis.set_yticks(range(len(data["groups"])), [group["label"] for group in data["groups"]])
-    dress(axis, "Seconds per rollout batch, by phase", "s", grid="x")
+    style_axis(axis, "Seconds per rollout batch, by phase", "s", grid="x")
     axis.set_ylim(len(data["groups"]) - 0.5, -0.5)
     figure.legend(loc="outside lower center", ncols=len(data["phases"]), frameon=False, fontsize=8)
     return True

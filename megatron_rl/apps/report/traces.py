@@ -106,14 +106,14 @@ def spread_out(steps: Sequence[int], *, most: int) -> list[int]:
 
 
 def objective_of(run: Run) -> Objective | None:
-    """Return the run's objective; None if it has no decisions per response (`why_no_decisions`)."""
+    """Return the run's objective; None without decisions per response (`reason_no_decisions`)."""
     objective = _build(run)
-    if isinstance(objective, Objective) and why_no_decisions(run) is None:
+    if isinstance(objective, Objective) and reason_no_decisions(run) is None:
         return objective
     return None
 
 
-def why_no_decisions(run: Run) -> str | None:
+def reason_no_decisions(run: Run) -> str | None:
     """Return why decisions cannot be computed from one response's log-probs; None if they can."""
     objective = _build(run)
     if objective is None:
@@ -167,7 +167,7 @@ def replay_constraint(
             advantages=torch.from_numpy(advantages),
             rollout_logprobs=None if engine is None else torch.from_numpy(engine),
         )
-        weighed = objective.weigh(x, layout)
+        weighed = objective.compute_weights(x, layout)
         weights.append(weighed.log_weight.numpy())
         kept.append(weighed.kept.numpy())
     return np.stack(weights), np.stack(kept)
@@ -306,7 +306,7 @@ class Pieces:
         return [stream.step(self._tokenizer, token) or "" for token in token_ids]
 
 
-def build_life(
+def build_histories(
     runs: Sequence[Run], *, megabytes: float, order: Sequence[int] | None = None
 ) -> list[dict[str, Any]]:
     """Return the traced responses of each run that has any, for as many steps as fit in the page.
@@ -353,7 +353,7 @@ def _life(run: Run, steps: Sequence[int], *, of: int) -> dict[str, Any]:
     ]
     return {
         "objective": describe_objective(objective),
-        "no_decisions": why_no_decisions(run),
+        "no_decisions": reason_no_decisions(run),
         "has_pieces": pieces.of([]) is not None,
         "steps": len(steps),
         "steps_traced": of,

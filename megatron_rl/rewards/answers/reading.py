@@ -3,10 +3,11 @@ r"""Reading an answer: each reader recognises one kind."""
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.rewards.answers import sets, values
+from megatron_rl.rewards.answers import values
 from megatron_rl.rewards.answers.kinds import (
     INFINITY,
     MINUS_INFINITY,
@@ -19,15 +20,95 @@ from megatron_rl.rewards.answers.kinds import (
     Quantity,
     Relation,
     Text,
+    Time,
     Union,
     Words,
     as_interval,
+    flipped,
+    half_line,
+    intersection,
     parts_of,
+    without,
 )  # fmt: skip
-from megatron_rl.rewards.answers.numerals import read_based, read_date, read_number, read_time
 from megatron_rl.rewards.answers.text import bracketed, split, split_at_commas, tidy, unwrap
 from megatron_rl.rewards.answers.units import split_unit
 from megatron_rl.rewards.answers.values import TooLargeError
+
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+# 0.1666..., in which the last digits are written at least three times.
+_REPEATED = re.compile(r"([+-]?\d*\.\d{0,20}?)(\d{1,10}?)\2{2,30} ?\\ldots")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9,
+          "ten": 10, "twelve": 12, "sixteen": 16}  # fmt: skip
+_BASED = re.compile(
+    r"(-?)\s*(?:\(([\dA-Z]+)\)|([\dA-Z]+)|\\text\{ ?([\dA-Z]+) ?\})\s*_\s*"
+    rf"(?:\{{\s*(\d\d?)\s*\}}|(\d)\b|\{{? ?\\text\{{ ?({'|'.join(_BASES)}) ?\}} ?\}}?)"
+)
+_TIME = re.compile(
+    r"(\d{1,2}):(\d\d)(?::(\d\d))?\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)?\s*\}?"
+    r"|(\d{1,2})\s*(?:\\text\{)?\s*([ap]\.?\s?m\.?)\s*\}?",
+    re.IGNORECASE,
+)
+_DATE = re.compile(r"\d{4} ?([-/]) ?\d{1,2} ?\1 ?\d{1,2}|\d{1,2} ?([-/]) ?\d{1,2} ?\2 ?\d{4}")
+
+_MONTHS = "january february march april may june july august september october november december"
+_MONTH = "|".join(f"{month[:3]}(?:{month[3:]})?\\.?" for month in _MONTHS.split())
+_DAY = r"(\d{1,2})(?: ?(?:st|nd|rd|th))?"
+_WRITTEN_DATE = re.compile(
+    rf"(?:{_DAY} (?:of )?({_MONTH})|({_MONTH}) {_DAY})(?:,? ?(\d{{4}}))?", re.IGNORECASE
+)
+
+
+def read_number(text: str) -> Number | None:
+    if _THOUSANDS.fullmatch(text):
+        parts = tuple(map(read_number, text.split(",")))
+        value = values.rational(text.replace(",", ""))
+        return None if value is None else Number(value, parts=Items(",", parts))
+    if re.fullmatch(r"([+-]?) ?\\infty ?", text):
+        return Number(-math.inf if text[0] == "-" else math.inf)
+    if match := _REPEATED.fullmatch(text):
+        text = rf"{match[1]}({match[2]})"
+    value = values.rational(text)
+    if value is None:
+        return None
+    digits = len(text.replace(".", "").lstrip("+-0")) if "." in text and text[-1] != ")" else 0
+    return Number(value, digits=digits if "\\" not in text else 0)
+
+
+def read_time(text: str) -> Time | None:
+    """Read 10:30, 10:30 pm, 10 pm or 22:30, which is 10:30 pm."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    half = re.sub(r"[^apm]", "", (match[4] or match[6] or "").lower())
+    hours, *rest = [int(one) for one in match.group(1, 2, 3) if one] or [int(match[5]), 0]
+    if not half and 12 < hours < 24:
+        hours, half = hours - 12, "pm"
+    return Time((hours, *rest), half)
+
+
+def read_date(text: str) -> Text | None:
+    """Read `January 5th, 2026` and `5 January 2026`; keep 2026-01-05, which is no difference."""
+    plain = re.sub(r" ?\\text\{([^{}]*)\}", r" \1", text)
+    if match := _WRITTEN_DATE.fullmatch(re.sub(" +", " ", plain).strip(" ")):
+        month = (match[2] or match[3])[:3].casefold()
+        return Text(f"{month} {match[1] or match[4]} {match[5] or ''}")
+    return Text(text.replace(" ", "")) if _DATE.fullmatch(text) else None
+
+
+def read_based(text: str) -> Number | Text | None:
+    """Read a numeral with its base, as 2516_8; its value is a number."""
+    match = _BASED.fullmatch(text)
+    if match is None:
+        return None
+    sign, numeral = match[1], match[2] or match[3] or match[4]
+    base = int(match[5] or match[6] or _BASES[match[7]])
+    if numeral.isalpha() and (len(numeral) == 1 or base <= 10):
+        return None  # a variable with an index
+    try:
+        return Number(Fraction(int(sign + numeral, base)))
+    except ValueError:  # a digit that the base does not have
+        return Text(text)
+
 
 _OR = re.compile(r"\\cup(?![a-zA-Z])|\\text\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])")
 _TO = re.compile(r":|\\text\{ ?to ?\}|(?<=\d) to (?=\d)")
@@ -122,7 +203,7 @@ def _read_union(text: str) -> Any:
         return Interval(MINUS_INFINITY, INFINITY, "()")
     base, *points = _WITHOUT.split(text, maxsplit=1)
     if points and isinstance(interval := as_interval(read_tidy(base)), Interval):
-        return sets.without(interval, read_tidy(points[0]))
+        return without(interval, read_tidy(points[0]))
     if (both := _read_both(text)) is not None:
         return both
     parts = split(text, _CUP)
@@ -144,7 +225,7 @@ def _read_both(text: str) -> Any:
     parts = split(text, _AND_COMMA if r"\ne " in text else _AND)
     if len(parts) != 2 or not all(_INEQUALITY.search(part) for part in parts):
         return None
-    return sets.intersection(*map(read_tidy, parts)) or _text(text)
+    return intersection(*map(read_tidy, parts)) or _text(text)
 
 
 def _read_items(text: str) -> Any:
@@ -241,7 +322,7 @@ def _read_inequality(text: str) -> Any:
     if len(parts) != 3 or not names[1] or r"\ne" in signs:
         return Text(text)
     if {sign[-1] in ">" or sign == r"\ge" for sign in signs} == {True}:
-        parts, signs = parts[::-1], [sets.flipped(sign) for sign in signs[::-1]]
+        parts, signs = parts[::-1], [flipped(sign) for sign in signs[::-1]]
     if not set(signs) <= {"<", r"\le"}:
         return Text(text)
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
@@ -250,12 +331,12 @@ def _read_inequality(text: str) -> Any:
 
 def _half_line(parts: list[str], sign: str, *, name_first: bool) -> Any:
     name, end = _plain_name(parts[0 if name_first else 1]), read_tidy(parts[1 if name_first else 0])
-    return sets.half_line(name, sign if name_first else sets.flipped(sign), end)
+    return half_line(name, sign if name_first else flipped(sign), end)
 
 
 def relation(left: str, sign: str, right: str) -> Relation | None:
     if sign in (">", r"\ge"):
-        left, sign, right = right, sets.flipped(sign), left
+        left, sign, right = right, flipped(sign), left
     difference = f"({left})-({right})"
     return Relation(sign, difference) if values.parse(difference) is not None else None
 

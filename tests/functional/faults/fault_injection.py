@@ -167,7 +167,7 @@ def break_zero_rate_weights(*, is_mine):
     from megatron_rl.actor.actor import MegatronActor
 
     def move(actor, *_, **__):
-        if actor.settings.learning_rate == 0.0:
+        if actor.settings.optimizer.learning_rate == 0.0:
             weight = next(iter(actor.named_parameters_local().values())).data.view(-1)[:1]
             weight.copy_(torch.nextafter(weight, weight + 1))
 
@@ -180,7 +180,7 @@ def break_zero_rate_ratios(*, is_mine):
     from megatron_rl.actor.actor import MegatronActor
 
     def drift(actor, _, minibatch, *__, **___):
-        if actor.settings.learning_rate == 0.0:
+        if actor.settings.optimizer.learning_rate == 0.0:
             minibatch.micro_batches[0].behavior_logprobs *= 1.01
 
     if is_mine:

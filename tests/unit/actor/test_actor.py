@@ -8,14 +8,19 @@ import torch
 
 from megatron_rl.actor.actor import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.objectives.statistics import DECILES, Statistics
 from tests.functional.test_actor_layouts import make_model, make_rollouts
 from tests.ranks import run_ranks
 from tests.unit.objectives.mutate import mutated
 
 
-def _rates(count, **settings):
-    settings = ActorSettings(learning_rate=1.0, total_updates=8, **settings)
+def _rates(count, *, warmup_updates, **optimizer):
+    settings = ActorSettings(
+        optimizer=OptimizerSection(learning_rate=1.0, **optimizer),
+        warmup_updates=warmup_updates,
+        total_updates=8,
+    )
     return [learning_rate_at(update, settings) for update in range(count)]
 
 
@@ -73,9 +78,12 @@ def _make_actor(root):
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
 
     topology = groups.initialise()
-    settings = ActorSettings(learning_rate=1e-2, warmup_updates=0, max_grad_norm=0.5)
+    settings = ActorSettings(
+        optimizer=OptimizerSection(learning_rate=1e-2, max_grad_norm=0.5), warmup_updates=0
+    )
     return MegatronActor(root, topology=topology, settings=settings)
 
 
@@ -130,7 +138,7 @@ def update_with_bad_numbers(rank, world_size, root):
     pack.advantages.copy_(advantages)
     result = actor.update(minibatch, objective)
     assert result.skipped is None and not _unchanged(actor, before) and actor.updates == 1
-    assert result.grad_norm > actor.settings.max_grad_norm  # it was clipped on the way
+    assert result.grad_norm > actor.settings.optimizer.max_grad_norm  # it was clipped on the way
     actor.check_weights()
     _try_self_tests(actor, objective)
     last = list(actor.named_parameters_local().values())[-1]
@@ -177,7 +185,7 @@ def _try_self_tests(actor, objective):
         "step 4: not compared: engine_weights (no weights were pushed in this step)",
     ]
     assert _unchanged(actor, before) and actor.updates == updates
-    assert actor.settings.learning_rate == 1e-2
+    assert actor.settings.optimizer.learning_rate == 1e-2
     engine.weight_version = 4
     with pytest.raises(SelfTestError, match="engine_weights failed in step 4: engine 0 differs"):
         tests.after_weight_sync(4)
@@ -250,13 +258,16 @@ def check_updates(rank, world_size, root):
     assert _unchanged(actor, before) and actor.updates == 0
     made = actor.update(minibatch, objective, rule=lambda statistics: None)
     assert made.done and not _unchanged(actor, before) and actor.updates == 1
-    assert made.learning_rate == actor.settings.learning_rate
-    settings = dataclasses.replace(actor.settings, effective_samples_power=2.0)
+    assert made.learning_rate == actor.settings.optimizer.learning_rate
+    optimizer = actor.settings.optimizer.model_copy(update={"effective_samples_power": 2.0})
+    settings = dataclasses.replace(actor.settings, optimizer=optimizer)
     scaled = MegatronActor(root, topology=actor.topology, settings=settings)
     result = scaled.update(minibatch, objective)
     fraction = result.statistics.to_metrics()["weight/effective_sample_fraction"]
     assert 0.5 < fraction < 0.999
-    assert result.learning_rate == pytest.approx(settings.learning_rate * fraction**2, rel=1e-12)
+    assert result.learning_rate == pytest.approx(
+        settings.optimizer.learning_rate * fraction**2, rel=1e-12
+    )
     fresh = MegatronActor(root, topology=actor.topology, settings=actor.settings)
     fitted = fresh.update(minibatch, build_objective("m2po", constraint={"threshold": 4e-3}))
     acceptance = fitted.statistics.to_metrics()["gate/acceptance"]

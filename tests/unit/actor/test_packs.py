@@ -176,10 +176,13 @@ def _train(root, topology):
     """Log-probs, two updates and the weights after them; and the messages of all that."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
-    settings = ActorSettings(learning_rate=1e-3, warmup_updates=0, overlap_reduction=True)
+    settings = ActorSettings(
+        optimizer=OptimizerSection(learning_rate=1e-3), warmup_updates=0, overlap_reduction=True
+    )
     actor = MegatronActor(root, topology=topology, settings=settings)
     assert not actor.chunks[0].config.batch_p2p_sync  # a wait for the device after each hop
     (minibatch,) = plan_minibatches(

@@ -14,8 +14,9 @@ from packaging.version import Version
 from megatron_rl.actor import build, model
 from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import PolicyModel
-from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings, LoraSettings
+from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings
 from megatron_rl.config import ParallelSection, parse_config
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.adapters import adapters_of_experts
@@ -80,7 +81,7 @@ def test_adapters_are_on_its_layers_only_if_required(monkeypatch):
     experts = replace(SHAPE, experts=ExpertShape(4, 2, 16, normalize_top_k=True))
 
     def is_used(required, targets, shape):
-        lora = LoraSettings(8, 16.0, targets)
+        lora = LoraSection(rank=8, alpha=16.0, targets=targets)
         settings = ActorSettings(dtype=LOW, transformer_engine=required, lora=lora)
         local_only = adapters_of_experts(shape, targets)
         return model.uses_transformer_engine(settings, device=CUDA, local_only=local_only)

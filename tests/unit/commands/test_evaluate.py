@@ -10,7 +10,7 @@ from megatron_rl.commands.evaluate import evaluation_config
 from megatron_rl.config import ConfigError, dump_config, parse_config
 from megatron_rl.preflight.layout import engine_layout_problems
 from megatron_rl.trainer.evaluate_model import table
-from megatron_rl.trainer.scores import ConfidenceInterval
+from megatron_rl.trainer.evaluation import ConfidenceInterval
 from tests.unit.resharding.shapes import small_shape
 
 

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.apps.tasks import tiny_task as tiny
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data import prompts
 from megatron_rl.data.prompts import (
     ROWS_AT_ONCE,
@@ -24,7 +25,7 @@ from megatron_rl.data.prompts import (
     share,
     write_prompts,
 )
-from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.data.rows import check_prompt_file
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.math_answer import verify_math_answer
 from megatron_rl.types import Prompt
@@ -133,7 +134,7 @@ def test_table_of_texts_is_read(tmp_path):
     """A field may contain commas, quotes and line breaks, and is never taken for a number."""
     rows = [{"question": 'a,b\n""b""', "answer": "007", "level": {"name": "x"}}] + QUESTIONS
     path = write_csv(tmp_path / "mine.csv", rows)
-    columns = Columns(prompt="question", answer="answer", source="level.name")
+    columns = ColumnsSection(prompt="question", answer="answer", source="level.name")
     check_prompt_file(path, columns)
     first, second, _ = load_prompts(path, build_tokenizer(), max_prompt_tokens=19, columns=columns)
     assert first.messages[0]["content"] == 'a,b\n"b"'
@@ -156,7 +157,7 @@ def test_file_that_is_no_table_is_named(tmp_path, text, message):
     path = tmp_path / "mine.csv"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_prompt_file(path, Columns(prompt="question", answer="answer"))
+        check_prompt_file(path, ColumnsSection(prompt="question", answer="answer"))
 
 
 def test_extra_keys_of_message_reach_template(tmp_path):
@@ -179,8 +180,8 @@ def test_system_prompt_is_first_message_of_every_row(tmp_path):
     own = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     path = write(tmp_path / "own.parquet", [build_row(), build_row(prompt=own)])
     with pytest.raises(ValueError, match=r"row 1: the row has a system message, and data.system_"):
-        check_prompt_file(path, Columns(), system_prompt="ba")
-    check_prompt_file(path, Columns())
+        check_prompt_file(path, ColumnsSection(), system_prompt="ba")
+    check_prompt_file(path, ColumnsSection())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
     """A blank line and a byte order mark do no harm; an answer may be a number or a text."""
     rows = [row | {"answer": str(row["answer"])} for row in QUESTIONS]
     path = write_file(tmp_path / f"mine.{ending}", QUESTIONS if ending == "jsonl" else rows)
-    columns = Columns(prompt="question", answer="answer")
+    columns = ColumnsSection(prompt="question", answer="answer")
     check_prompt_file(path, columns)
     first, second = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
     assert first.token_ids == (0, 1, 2, 3, 4)
@@ -198,7 +199,7 @@ def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
     assert first.data_source == "mine"
     if ending != "csv":
         assert json.loads(first.row)["level"] == {"name": "hard"}
-    columns = Columns(prompt="question", answer="answer", source="level.name")
+    columns = ColumnsSection(prompt="question", answer="answer", source="level.name")
     prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
     assert [prompt.data_source for prompt in prompts] == ["hard", "easy"]
 
@@ -221,7 +222,7 @@ def test_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, messag
     path = tmp_path / "mine.jsonl"
     path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line).encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
-        check_prompt_file(path, Columns(prompt="question", answer="answer"))
+        check_prompt_file(path, ColumnsSection(prompt="question", answer="answer"))
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):
@@ -345,8 +346,8 @@ def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path):
     assert [prompt.index for prompt in prompts] == [0, 4]
     assert len(output) == 1 and "3 malformed rows left out" in output[0] and "line 2" in output[0]
     with pytest.raises(ValueError, match="line 2"):
-        check_prompt_file(path, Columns())
-    check_prompt_file(path, Columns(), bad_rows="skip")
+        check_prompt_file(path, ColumnsSection())
+    check_prompt_file(path, ColumnsSection(), bad_rows="skip")
     path.write_text("\n".join([rows[3], rows[1]]))
     with pytest.raises(ValueError, match="all of its rows are malformed"):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip")

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.rows import Columns, check_prompt_file, parse_answer, parse_row, read_rows
+from megatron_rl.data.rows import check_prompt_file, parse_answer, parse_row, read_rows
 from tests.unit.data.test_prompts import build_tokenizer
 
-COLUMNS = Columns(prompt="prompt", answer="answer")
+COLUMNS = ColumnsSection(prompt="prompt", answer="answer")
 USER = {"role": "user", "content": "ab"}
 CALL = {"type": "function", "function": {"name": "a", "arguments": {"b": "a"}}}
 SHOWS_ALL = (
@@ -73,7 +74,10 @@ def test_answers_of_typed_columns(tmp_path):
     named = {name.split(".")[0]: values for name, values in columns.items()}
     table = pa.table({"prompt": ["ab"], **named})
     pq.write_table(table, path := tmp_path / "set.parquet")
-    truths = [parse(path, Columns("prompt", name))[0].ground_truth for name in columns]
+    truths = [
+        parse(path, ColumnsSection(prompt="prompt", answer=name))[0].ground_truth
+        for name in columns
+    ]
     assert truths == ["4", "0.1", "0.1", "10000000000000000", "7"]
 
 
@@ -127,7 +131,7 @@ def test_tools_of_a_row_reach_the_template(tmp_path):
     assert prompt.token_ids == (0, 1, 3, 2)  # <a>b
     assert prompt.tools == ({"type": "function", "function": {"name": "a"}},)
     named = write_lines(tmp_path / "named.jsonl", USER_ROW | {"functions": [{"name": "a"}]})
-    columns = Columns("prompt", "answer", tools="functions")
+    columns = ColumnsSection(prompt="prompt", answer="answer", tools="functions")
     assert load(named, columns=columns)[0].tools == prompt.tools
     path = tmp_path / "set.jsonl"
     with pytest.raises(ValueError, match=r"line 1: the chat template leaves out the tool a; "):
@@ -191,7 +195,7 @@ def test_csv_of_structs_and_of_texts_with_line_breaks(tmp_path):
         writer.writerow(["prompt", "reward_model", "tools"])
         writer.writerow([json.dumps([USER]), json.dumps({"ground_truth": 7}), ""])
         writer.writerow(["a\nb", json.dumps({"ground_truth": "8"}), '[{"name": "a"}]'])
-    first, second = parse(path, Columns())
+    first, second = parse(path, ColumnsSection())
     assert (first.messages, first.ground_truth, first.tools) == ((USER,), "7", ())
     assert second.messages == ({"role": "user", "content": "a\nb"},)
     assert second.tools[0]["function"]["name"] == "a"
@@ -235,7 +239,7 @@ def test_map_with_a_key_twice_is_refused(tmp_path):
 
 def test_columns_that_belong_to_the_prompt_may_be_in_it_or_empty(tmp_path):
     row = {"instruction": "b or c?", "choices": ["b", "c"], "input": "", "answer": "c"}
-    columns = Columns("instruction", "answer")
+    columns = ColumnsSection(prompt="instruction", answer="answer")
     nothing = {"options": [], "chat_template_kwargs": {"enable_thinking": None}}
     path = write_lines(tmp_path / "set.jsonl", row | nothing)
     assert parse(path, columns)[0].messages == ({"role": "user", "content": "b or c?"},)
@@ -243,12 +247,12 @@ def test_columns_that_belong_to_the_prompt_may_be_in_it_or_empty(tmp_path):
         parse(write_lines(path, row | {"input": "2 3"}), columns)
     older = {"messages": [USER], "functions": [{"name": "a"}], "answer": 1}
     with pytest.raises(ValueError, match="line 1: has functions, OpenAI's older name of tools"):
-        parse(write_lines(path, older), Columns("messages", "answer"))
+        parse(write_lines(path, older), ColumnsSection(prompt="messages", answer="answer"))
 
 
 def test_system_column_is_the_system_message(tmp_path):
     row = {"conversations": [{"from": "human", "value": "ab"}], "system": "ba", "answer": 1}
-    columns = Columns("conversations", "answer")
+    columns = ColumnsSection(prompt="conversations", answer="answer")
     path, system = tmp_path / "set.jsonl", {"role": "system", "content": "ba"}
     for form in (row, row | {"conversations": [system, USER]}, row | {"conversations": "ab"}):
         assert parse(write_lines(path, form), columns)[0].messages == (system, USER)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_rl.data import token_rows
 from megatron_rl.data.packing import gather_by_rollout
-from megatron_rl.data.token_rows import Delivery, elsewhere, find_targets, is_here
+from megatron_rl.data.token_rows import Delivery, find_targets, is_local, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.types import TokenBatch
@@ -26,7 +26,7 @@ def _row(index: int) -> np.ndarray:
 def _have(rank: int) -> list:
     """Rank 0 has every row, another one its own."""
     return [
-        _row(i) if rank in (0, owner) else elsewhere(SIZES[i]) for i, owner in enumerate(OWNERS)
+        _row(i) if rank in (0, owner) else remote_row(SIZES[i]) for i, owner in enumerate(OWNERS)
     ]
 
 
@@ -48,7 +48,7 @@ def _deliver(rank, world_size):
     counts = _count_traffic()
     delivery = Delivery(SIZES, OWNERS, find_targets(gather_from_ranks(NEEDED[rank]), owners=OWNERS))
     brought = delivery.send(_have(rank), "float32")
-    return [row.tolist() if is_here(row) else len(row) for row in brought], dict(counts)
+    return [row.tolist() if is_local(row) else len(row) for row in brought], dict(counts)
 
 
 def test_rank_receives_only_rows_it_needs():
@@ -74,9 +74,9 @@ def test_pieces_are_cut_where_rank_would_send_or_receive_too_much(monkeypatch):
 
 
 def test_values_of_other_ranks_have_only_length():
-    row = elsewhere(3)
+    row = remote_row(3)
     assert len(row) == 3
-    assert not is_here(row)
+    assert not is_local(row)
     with pytest.raises(AssertionError, match="3 tokens are on another rank"):
         np.concatenate([row, np.zeros(2)])
     with pytest.raises(TypeError):
@@ -103,7 +103,7 @@ def _gather_rollouts(rank, world_size):
     found = []
     for owners in (None, [3, 2, 0, 1, 1, 3, 2]):
         rows = gather_by_rollout(packs, values, count=7, topology=topology, owners=owners)
-        found.append([row if row is None or is_here(row) else len(row) for row in rows])
+        found.append([row if row is None or is_local(row) else len(row) for row in rows])
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.data import token_rows
 from megatron_rl.engine.response_gather import Generated, gather_responses
-from megatron_rl.types import Elsewhere, GradeResult
+from megatron_rl.types import GradeResult, RemoteRow
 from tests.ranks import run_ranks
 
 
@@ -42,7 +42,7 @@ def _plain(response: Generated) -> dict:
         key: value.tolist()
         if isinstance(value, np.ndarray)
         else f"{len(value)} tokens"
-        if isinstance(value, Elsewhere)
+        if isinstance(value, RemoteRow)
         else value
         for key, value in vars(response).items()
     }
@@ -54,18 +54,18 @@ PIECES = (4, 2**26)  # bytes: a row at a time, or all at once
 def _gather(rank, world_size):
     # Rank 1 generated nothing, like the second rank of an engine.
     gathered = {}
-    for everywhere in (True, False):
+    for on_all_ranks in (True, False):
         for token_rows.PIECE_BYTES in PIECES:
             for total in (9, 0):
                 own = [_response(at) for at in range(total) if (0, 2)[at % 2] == rank]
-                found = gather_responses(list(reversed(own)), everywhere=everywhere)
-                gathered[everywhere, token_rows.PIECE_BYTES, total] = list(map(_plain, found))
+                found = gather_responses(list(reversed(own)), on_all_ranks=on_all_ranks)
+                gathered[on_all_ranks, token_rows.PIECE_BYTES, total] = list(map(_plain, found))
     return gathered
 
 
 def _gather_for_owners(rank, world_size):
     own = [_response(at) for at in range(9) if (0, 2)[at % 2] == rank]
-    found = gather_responses(own, everywhere=False, owners={3: 1, 4: 0, 6: 1})
+    found = gather_responses(own, on_all_ranks=False, owners={3: 1, 4: 0, 6: 1})
     return list(map(_plain, found))
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_rl.config.environment_section import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,

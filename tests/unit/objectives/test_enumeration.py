@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.optional_terms import KlPenalty
-from megatron_rl.objectives.terms import kl_penalty
+from megatron_rl.objectives.objective import kl_penalty
+from megatron_rl.objectives.spec import KlPenalty
 from tests.unit.objectives import response_tree as tree
 
 

@@ -12,11 +12,10 @@ from megatron_rl.objectives import (
     Statistics,
     TokenInputs,
     build_objective,
-    diagnostics,
+    statistics,
 )
-from megatron_rl.objectives.diagnostics import histogram_bin
 from megatron_rl.objectives.inputs import MinibatchTokens
-from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_quantile
+from megatron_rl.objectives.statistics import BINS, MIDDLE, histogram_bin, histogram_quantile
 from megatron_rl.types import Denominators
 
 
@@ -207,7 +206,7 @@ def test_blocks_of_tokens_add_up(monkeypatch):
     log_ratio = 0.01 * torch.randn(40, dtype=torch.float64, generator=generator)
     given = {"lengths": [25, 1, 14], "mask": torch.rand(40, generator=generator) < 0.8}
     whole = evaluate("grpo", log_ratio, **given)
-    monkeypatch.setattr(diagnostics, "CPU_BLOCK", 3)
+    monkeypatch.setattr(statistics, "CPU_BLOCK", 3)
     assert evaluate("grpo", log_ratio, **given) == pytest.approx(whole, rel=1e-12)
     log_ratio[given["mask"].nonzero()[-1]] = math.nan  # found in the last block
     with pytest.raises(ValueError, match="policy_logprobs at sequence 2"):

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import pytest
 
 from megatron_rl.objectives import choose_objective
-from megatron_rl.objectives.choice import OBJECTIVE_NAMES
+from megatron_rl.objectives.named import OBJECTIVE_NAMES
 from megatron_rl.objectives.tolerances import suggest_tolerances
 
 

@@ -14,7 +14,8 @@ from megatron_rl.apps.planning.models import (
     write_config_json,
 )
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
-from megatron_rl.data.rows import Columns, parse_row, read_rows
+from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.rows import parse_row, read_rows
 from megatron_rl.preflight.hub_names import resolve_hub_names, resolve_model
 from megatron_rl.preflight.settings import check_settings
 
@@ -120,7 +121,7 @@ def test_read_rows_of_cached_data_set_needs_no_network(cache, tmp_path, monkeypa
     for split, answer in (("train", "2"), ("test", "4")):
         table = pa.Table.from_pylist([{"question": "q", "answer": answer}])
         pq.write_table(table, folder / "data" / f"{split}-00000-of-00001.parquet")
-    columns = Columns(prompt="question", answer="answer")
+    columns = ColumnsSection(prompt="question", answer="answer")
     for name, truth in (("hf:me/sums", "2"), ("hf:me/sums:test", "4")):
         config, *_ = resolve_hub_names(build_config(data={"train": name}))
         ((number, plain),) = read_rows(type(tmp_path)(config.data.train), columns)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push import Resharder, ReshardSettings
+from megatron_rl.resharding.push import Resharder
 from megatron_rl.resharding.transfer import Assembly, ExchangeError, Overwriting
 from tests.cut_shards import cut_shards
 from tests.ranks import run_ranks
@@ -121,10 +122,8 @@ def _push_all(rank, world_size):
         dtype = torch.bfloat16 if number in (2, 5, 6) else torch.float32
         kind = Live if number in (1, 2, 5) else Slices
         receiver = kind(shape, EngineLayout(engine_tensor, world_size), rank, dtype)
-        settings = ReshardSettings(
-            bucket_bytes=3000, full_check_every=2, ranks_per_node=NODES[number]
-        )
-        resharder = Resharder(receiver, settings)
+        settings = ReshardingSection(bucket_mib=3000 / 2**20, full_check_every=2)
+        resharder = Resharder(receiver, settings, ranks_per_node=NODES[number])
         for version in range(3):
             tensors = _values(shape, version)
             shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
@@ -182,7 +181,7 @@ def _refuse(shape, shards, rank):
     """Return each rank's errors and versions when the engine of rank 1 fails."""
     messages = []
     receiver = Refusing(shape, EngineLayout(1, 2), rank)
-    resharder = Resharder(receiver, ReshardSettings(bucket_bytes=999))
+    resharder = Resharder(receiver, ReshardingSection(bucket_mib=999 / 2**20))
     for version, when in enumerate(("", "generating", "", "at once", "", "halfway")):
         receiver.when = when if rank == 1 else ""
         try:
@@ -206,7 +205,7 @@ def _damage(rank, world_size):
     ):
         _Damaging.after_checksum = after_checksum
         receiver = Slices(shape, EngineLayout(1, 2), rank)
-        resharder = Resharder(receiver, ReshardSettings(full_check_every=full_every))
+        resharder = Resharder(receiver, ReshardingSection(full_check_every=full_every))
         resharder._pushes = 1  # not the first one, which is always checked in full
         with pytest.raises(RuntimeError) as error:
             resharder.push(shards, version=5)
@@ -264,10 +263,10 @@ def _hang(rank, world_size, folder, dies):
     shape = small_shape(num_attention_heads=6, num_query_groups=3)
     shards = cut_shards(_values(shape, 0), shape=shape, layout=ActorLayout(tensor=3), rank=rank)
     receiver = Slices(shape, EngineLayout(1, 3), rank)
-    resharder = Resharder(receiver, ReshardSettings(time_limit=60.0))
+    resharder = Resharder(receiver, ReshardingSection(time_limit_seconds=60.0))
     resharder.push(shards, version=0)
     if not dies:  # only now: a slow machine may need longer for a successful transfer
-        resharder.settings = ReshardSettings(time_limit=2.0)
+        resharder.settings = ReshardingSection(time_limit_seconds=2.0)
     module.Assembly, _Stuck.folder, _Stuck.dies = _Stuck, folder, dies
     try:
         resharder.push(shards, version=1)
@@ -308,7 +307,7 @@ def _memory(rank, world_size):
 
         transfer._pack = watched
         engine = receiver(shape, EngineLayout(1, 4), rank, torch.float32)
-        Resharder(engine, ReshardSettings(bucket_bytes=8000)).push(shards, version=0)
+        Resharder(engine, ReshardingSection(bucket_mib=8000 / 2**20)).push(shards, version=0)
         peaks.append(max(held))
     return peaks
 
@@ -325,7 +324,7 @@ def _mixed_ways(rank, world_size):
     tensors = _values(shape, 0)
     shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
     receiver = (Live, Slices)[rank](shape, EngineLayout(1, 2), rank, torch.float32)
-    Resharder(receiver, ReshardSettings(bucket_bytes=999)).push(shards, version=0)
+    Resharder(receiver, ReshardingSection(bucket_mib=999 / 2**20)).push(shards, version=0)
     return receiver.differs_from(tensors)
 
 

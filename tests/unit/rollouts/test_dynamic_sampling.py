@@ -49,7 +49,7 @@ def fill(first, rounds, *, allowed, spare=()):
     slots = [PromptSlot(1, place) for place in range(len(first))]
     filled = sampling.fill([slots], ask=ask, spare=spare)
     names = [[r.prompt.index for r in one.rollouts][::2] for one in filled]
-    return filled, names, sent, sampling.take_costs(), spare
+    return filled, names, sent, sampling.pop_costs(), spare
 
 
 def test_zero_rounds_request_and_count_nothing():
@@ -131,7 +131,7 @@ def test_parts_filled_together_equal_parts_filled_alone():
         parts = [[PromptSlot(step, 0), PromptSlot(step, 1)] for step in steps]
         filled = sampling.fill(parts, ask=ask, spare=spare)
         messages = [([*one.slots], [r.prompt.index for r in one.rollouts][::2]) for one in filled]
-        return filled, messages, sampling.take_costs()
+        return filled, messages, sampling.pop_costs()
 
     filled, together, costs = fill_parts(1, 2, 3)
     # One of two is good in step 1: one more is likely to take two. After four, it takes four, of
@@ -213,7 +213,7 @@ def test_resumed_run_uses_kept_groups(tmp_path, done):
     run(tmp_path / "whole", solved=(0, 1, 2))
     held: list = []
     (tmp_path / "part").mkdir()
-    file = tmp_path / "part" / "held.parquet"
+    file = tmp_path / "part" / "buffer.parquet"
     run(tmp_path / "part", solved=(0, 1, 2), checkpoints=Saver(done, held, file))
     run(
         tmp_path / "rest", solved=(0, 1, 2), done=done, updates=6 * done, held=read_groups(file)

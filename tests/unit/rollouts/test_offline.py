@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.data.token_rows import is_here
+from megatron_rl.data.token_rows import is_local
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts import offline
@@ -288,7 +288,10 @@ def test_missing_column_or_file_is_named(tmp_path):
     [
         ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
         ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs an engine"),
-        ({"offline": {"rollouts": None, "behavior": "m"}}, r"offline\.behavior is set without"),
+        (
+            {"offline": {"rollouts": None, "behavior": "m"}},
+            r"offline\.behavior=m: no effect with offline\.rollouts=null",
+        ),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
             r"offline\.behavior=m recomputes them; unset one",
@@ -374,7 +377,7 @@ def _read_on_ranks(rank, world_size, path):
             arrays = (response.token_ids, response.rollout_logprobs, values)
             found.append(
                 (response.owner, rollout.prompt.token_ids, rollout.grade_result.reward,
-                 response.text, [row.tolist() if is_here(row) else len(row) for row in arrays])
+                 response.text, [row.tolist() if is_local(row) else len(row) for row in arrays])
             )  # fmt: skip
     pack = build_rollout_batch(
         groups[:2], config=settings, objective=build_objective("pnpo"),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.data.token_rows import elsewhere, is_here
+from megatron_rl.data.token_rows import is_local, remote_row
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts.batch_metrics import batch_metrics
@@ -54,8 +54,8 @@ def _group(place: int, *, rank: int, spread: bool) -> PromptGroup:
             Rollout(
                 prompt,
                 Response(
-                    place, sample, tokens if here else elsewhere(length),
-                    logprobs if here else elsewhere(length), "text" if here else "", "stop",
+                    place, sample, tokens if here else remote_row(length),
+                    logprobs if here else remote_row(length), "text" if here else "", "stop",
                     place % 2, owner=owner if spread else -1,
                 ),
                 GradeResult(float(sample % 2), "equal", None),
@@ -122,7 +122,7 @@ def _kept(groups) -> int:
         for rollout, behavior in zip(group.rollouts, group.behavior_logprobs, strict=True)
         for row in (*(getattr(rollout.response, name) for name in TOKEN_COLUMNS), behavior)
     ]
-    return sum(len(row) for row in rows if is_here(row))
+    return sum(len(row) for row in rows if is_local(row))
 
 
 def _both(rank, world_size, folder):

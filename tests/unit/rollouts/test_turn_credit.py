@@ -73,11 +73,12 @@ def test_advantage_is_the_return_from_the_turn_on_against_its_groups_mean(std):
         assert all(group.learns)
 
 
-def test_one_turn_has_the_bits_of_a_response():
+@pytest.mark.parametrize("without", [{}, {"environment": None}])
+def test_one_turn_has_the_bits_of_a_response(without):
     rollouts = random_rollouts(1, turns=1)
-    shaping = {"overlong": {"kind": "soft", "buffer": 99}}
+    shaping = {"overlong": {"kind": "soft", "buffer": 99}, "signed": True}
     both = [
-        build(rollouts, config(size=4, advantage={"credit": credit}, shaping=shaping))
+        build(rollouts, config(size=4, advantage={"credit": credit}, shaping=shaping, **without))
         for credit in ("response", "turn")
     ]
     for old, new in zip(*both, strict=True):
@@ -98,6 +99,14 @@ def test_verifiers_reward_and_shaping_are_of_the_last_turn_and_lost_ones_move_no
     wanted = [(last - 0.5) / 2, last / 2, last / 2]
     np.testing.assert_allclose(group.turn_advantages[0], wanted, rtol=1e-5)
     np.testing.assert_allclose(group.turn_advantages[1], [(0.5 - last) / 2], rtol=1e-5)
+
+
+def test_signed_rewards_double_those_of_every_turn():
+    """Returns g from a turn on become 2 g - 1; after the end of a conversation they stay 0."""
+    settings = config(size=2, advantage={"std": "none"}, shaping={"signed": True})
+    (group,) = build([rollout([1.0, 0.0]), rollout([0.0])], settings)
+    # The first has returns 1 and 0, so 1 and -1; the second has -1, and 0 after its end.
+    assert [row.tolist() for row in group.turn_advantages] == [[1.0, -0.5], [-1.0]]
 
 
 def test_equal_totals_of_different_turns_teach_something():

@@ -66,12 +66,12 @@ def plain(value):
 
 def test_groups_are_read_back_exactly_and_in_order(tmp_path):
     groups = [make_group(3), make_group(2), make_group(4, conversation=True)]
-    write_groups(tmp_path / "held.parquet", groups)
-    assert plain(read_groups(tmp_path / "held.parquet")) == plain(groups)
+    write_groups(tmp_path / "buffer.parquet", groups)
+    assert plain(read_groups(tmp_path / "buffer.parquet")) == plain(groups)
 
 
 def test_groups_of_earlier_release_have_one_turn(tmp_path):
-    file = tmp_path / "held.parquet"
+    file = tmp_path / "buffer.parquet"
     write_groups(file, [make_group()])
     table = pq.read_table(file).drop_columns(
         ["observed", "messages", "turn_advantages", "restarts"]
@@ -82,6 +82,6 @@ def test_groups_of_earlier_release_have_one_turn(tmp_path):
 
 def test_missing_values_stay_missing(tmp_path):
     group = dataclasses.replace(make_group(), behavior_logprobs=(None, None), entropy=math.nan)
-    write_groups(tmp_path / "held.parquet", [group])
-    (read,) = read_groups(tmp_path / "held.parquet")
+    write_groups(tmp_path / "buffer.parquet", [group])
+    (read,) = read_groups(tmp_path / "buffer.parquet")
     assert read.behavior_logprobs == (None, None) and math.isnan(read.entropy)

@@ -179,7 +179,7 @@ LEAVE_FAILURE = """
 import os, sys
 from megatron_rl.runtime.failures import FOLDER, Cause, Failure
 cause, text = Cause[sys.argv[1]], sys.argv[2]
-Failure(int(os.environ["RANK"]), cause, text, in_training=True).leave_in(os.environ[FOLDER])
+Failure(int(os.environ["RANK"]), cause, text, in_training=True).write_to(os.environ[FOLDER])
 """
 
 

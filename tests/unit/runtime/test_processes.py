@@ -91,7 +91,7 @@ def test_repeated_signal_is_no_second_request(monkeypatch):
     interruption, ends = Interruption(), []
     for when in ("first", "echo", "second"):
         interruption.record_signal(signal.SIGTERM, at_second=lambda when=when: ends.append(when))
-    interruption.settle()
+    interruption.ignore_further_signals()
     interruption.record_signal(signal.SIGTERM, at_second=lambda: ends.append("third"))
     assert ends == ["second"]
     assert interruption.received == signal.SIGTERM

@@ -11,9 +11,9 @@ from megatron_rl.runtime.watchdog import (
     SLOT_BYTES,
     Heartbeat,
     StackSample,
+    allocate_heartbeats,
     identify_stalled_ranks,
-    make_board,
-    map_board,
+    map_heartbeats,
     read_slot,
     split_stacks,
 )
@@ -22,11 +22,11 @@ from tests.running import assert_end
 # `wait` appears like a rank inside a collective; `spin` keeps the interpreter's lock.
 RANK = """
 import os, signal, subprocess, sys, time
-from megatron_rl.runtime.watchdog import Heartbeat, map_board
+from megatron_rl.runtime.watchdog import Heartbeat, map_heartbeats
 from megatron_rl.runtime.watchdog import answer_by_stacks
 board, stacks, place, action = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 answer_by_stacks(stacks)
-progress = Heartbeat(map_board(board), place, budget=60.0)
+progress = Heartbeat(map_heartbeats(board), place, budget=60.0)
 child = subprocess.Popen(["sleep", "600"])
 progress.begin("train")
 print(child.pid, flush=True)
@@ -56,7 +56,7 @@ elif action == "spin":
 def watch(tmp_path, *actions):
     """Run such ranks and their watcher to the end; return processes, children and output."""
     with (tmp_path / "board").open("w+b") as board:
-        make_board(board.fileno(), ranks=len(actions))
+        allocate_heartbeats(board.fileno(), ranks=len(actions))
         stacks = [os.open(tmp_path / f"s{i}", os.O_RDWR | os.O_CREAT) for i in range(len(actions))]
         files = [board.fileno(), *stacks]
         ranks = [
@@ -114,8 +114,8 @@ def test_suspended_time_does_not_count(tmp_path):
     from megatron_rl.runtime.watchdog import Watcher
 
     with (tmp_path / "board").open("w+b") as board:
-        make_board(board.fileno(), ranks=1)
-        progress = Heartbeat(map_board(board.fileno()), 0, budget=30.0)
+        allocate_heartbeats(board.fileno(), ranks=1)
+        progress = Heartbeat(map_heartbeats(board.fileno()), 0, budget=30.0)
         watcher = Watcher([0], board=board.fileno(), stacks=[])
         clock = iter([0.0, 0.5, 9000.0, 9000.5])  # a poll every 0.5 s; suspended after the second
         looks = []
@@ -143,8 +143,8 @@ def test_suspended_time_does_not_count(tmp_path):
 
 def test_slot_has_phase_budget_and_count(tmp_path):
     with (tmp_path / "board").open("w+b") as file:
-        make_board(file.fileno(), ranks=2)
-        board = map_board(file.fileno())
+        allocate_heartbeats(file.fileno(), ranks=2)
+        board = map_heartbeats(file.fileno())
         progress = Heartbeat(board, 1, budget=5.0, budgets={"start": 10.0, "checkpoint": 20.0})
         assert read_slot(board, 0).process == 0
         assert (read_slot(board, 1).phase, read_slot(board, 1).budget) == ("start", 10.0)

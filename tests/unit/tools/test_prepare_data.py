@@ -9,7 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.data.rows import Columns, check_prompt_file
+from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.rows import check_prompt_file
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,7 +41,7 @@ def test_files_become_prompts_with_distinct_problems(tmp_path):
     (row,) = pq.read_table(tmp_path / "data" / "dapo-math-17k.parquet").to_pylist()
     assert row["prompt"][0]["content"] == "1+1" and row["data_source"] == "math_dapo"
     for file in (tmp_path / "data").iterdir():
-        check_prompt_file(file, Columns())
+        check_prompt_file(file, ColumnsSection())
 
 
 def test_unavailable_data_names_how_to_get_it(tmp_path):

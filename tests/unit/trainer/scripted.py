@@ -165,9 +165,9 @@ class ScriptedEngine:
 
     def generate(
         self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
-        everywhere=True, conversations=None,
+        on_all_ranks=True, conversations=None,
     ):  # fmt: skip
-        assert not everywhere  # training and evaluation leave responses where they are generated
+        assert not on_all_ranks  # training and evaluation leave responses where they are generated
         each = [one.seed for one in sampling_per_prompt(sampling, count=len(prompts))]
         self.events.append(("generate", self.weight_version, *dict.fromkeys(each)))
         tokens, logprobs = np.array([7, 2], np.int32), np.array([-0.1, -0.1], np.float32)

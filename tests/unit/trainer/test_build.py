@@ -10,7 +10,7 @@ from megatron_rl.config.sections import RewardSection
 from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
-from megatron_rl.preflight.verifier import start_trial
+from megatron_rl.preflight.trials import start_trial
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.runs.directory import RunDirectory

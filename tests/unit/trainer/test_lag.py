@@ -157,7 +157,7 @@ def test_batch_baseline_uses_trained_batch_also_after_resume(tmp_path, sections)
     }  # fmt: skip
     held: list = []
     (tmp_path / "held").mkdir()
-    file = tmp_path / "held" / "held.parquet"
+    file = tmp_path / "held" / "buffer.parquet"
     run_loop(tmp_path / "whole", **options)
     run_loop(tmp_path / "held", checkpoints=Saver(3, held, file), **options)
     run_loop(tmp_path / "rest", done=3, updates=18, held=read_groups(file), **options)
@@ -220,14 +220,14 @@ def test_run_resumed_with_full_buffer_equals_uninterrupted_run(tmp_path, section
     for done in (1, 2, 3):
         folder = tmp_path / str(done)
         held: list = []
-        saver = Saver(done, held, folder / "held.parquet")
+        saver = Saver(done, held, folder / "buffer.parquet")
         folder.mkdir()
         run_loop(folder, trainer={"steps": 4}, sections=sections, checkpoints=saver)
-        assert plain(read_groups(folder / "held.parquet")) == plain(held[0])
+        assert plain(read_groups(folder / "buffer.parquet")) == plain(held[0])
         rest = tmp_path / f"rest{done}"
         run_loop(
             rest, trainer={"steps": 4}, sections=sections, done=done, updates=6 * done,
-            held=read_groups(folder / "held.parquet"),
+            held=read_groups(folder / "buffer.parquet"),
         )  # fmt: skip
         assert learned(rest) == learned(tmp_path / "whole")[1 + done :]
         for step in range(done + 1, 5):
@@ -333,7 +333,7 @@ def test_order_of_buffer_does_not_matter(tmp_path):
     held: list = []
     run_loop(
         tmp_path / "a", trainer={"steps": 4}, sections=sections,
-        checkpoints=Saver(2, held, tmp_path / "held.parquet"),
+        checkpoints=Saver(2, held, tmp_path / "buffer.parquet"),
     )  # fmt: skip
     for name, groups in (("b", held[0]), ("c", held[0][::-1])):
         run_loop(

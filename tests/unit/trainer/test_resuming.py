@@ -21,7 +21,7 @@ from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runtime.interruption import SIGNALS, Interruption
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.trainer.checkpointing import UNDER_WAY
+from megatron_rl.trainer.checkpointing import STEP_STATE_FILE
 from megatron_rl.trainer.step_progress import StepProgress
 from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_lag import learned
@@ -255,7 +255,7 @@ def test_step_with_early_stopping_is_not_recorded_again(tmp_path, when):
     with contextlib.suppress(Killed):
         run(folder, keep=interruption, events=Events(third, end), drifted=(7,), **options)
     saved = RunDirectory(folder).checkpoints.folder(2)
-    assert (saved / UNDER_WAY).is_file()  # saved once, before its evaluation
+    assert (saved / STEP_STATE_FILE).is_file()  # saved once, before its evaluation
 
     def written():
         files = [saved, *sorted((folder / "eval").iterdir())[:2]]

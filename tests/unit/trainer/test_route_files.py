@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_rl.data.packing import build_pack
-from megatron_rl.trainer.route_files import name_tokens
+from megatron_rl.trainer.route_files import token_keys
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
 
@@ -22,7 +22,7 @@ def test_each_token_has_a_name_that_does_not_depend_on_padding(alignment):
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     pack = build_pack(rollouts, torch.zeros(2), indices=(0, 1), alignment=alignment)
-    names = name_tokens(pack)
+    names = token_keys(pack)
     assert len(set(names.tolist())) == len(names)
     starts = np.cumsum([0, *pack.sequence_lengths])
     used = [names[start : start + size] for start, size in zip(starts, (5, 4, 3), strict=False)]

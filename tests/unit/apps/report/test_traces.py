@@ -12,7 +12,7 @@ from megatron_rl.apps.report.runs import find_runs
 from megatron_rl.apps.report.traces import (
     Pieces,
     TracedResponse,
-    build_life,
+    build_histories,
     has_decisions_per_response,
     objective_of,
     read_traced_groups,
@@ -21,8 +21,8 @@ from megatron_rl.apps.report.traces import (
 )
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenInputs, build_objective
-from megatron_rl.objectives.choice import OBJECTIVE_NAMES
 from megatron_rl.objectives.inputs import MinibatchTokens
+from megatron_rl.objectives.named import OBJECTIVE_NAMES
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollouts import count_thinned
 from megatron_rl.types import Denominators
@@ -78,7 +78,7 @@ def test_only_batch_dependent_objectives_have_no_decisions():
 
 def test_log_probs_in_page_are_exact(tmp_path):
     make_run(tmp_path / "run", steps=3, traced=2)
-    [life] = build_life(find_runs([tmp_path]), megabytes=4)
+    [life] = build_histories(find_runs([tmp_path]), megabytes=4)
     assert [group["step"] for group in life["groups"]] == [1, 2, 3]
     [responses] = read_traced_groups(find_runs([tmp_path])[0], 2)
     shown = life["groups"][1]["responses"]
@@ -99,7 +99,7 @@ def test_observations_are_separate_from_policy_tokens(tmp_path):
     """Everything that has a value has one per sampled token; observations have a place alone."""
     make_run(tmp_path / "run", steps=1, traced=2, turns=3)
     make_run(tmp_path / "plain", steps=1, traced=2)
-    shown = build_life(find_runs([tmp_path / "run"]), megabytes=4)[0]["groups"][0]["responses"]
+    shown = build_histories(find_runs([tmp_path / "run"]), megabytes=4)[0]["groups"][0]["responses"]
     for one in shown[:2]:
         trace = one["trace"]
         values = np.frombuffer(base64.b64decode(trace["behavior"]), "<f4")
@@ -111,17 +111,19 @@ def test_observations_are_separate_from_policy_tokens(tmp_path):
         assert trace["restarts"] == [second[0]] and one["histories"] == 2
         assert one["turn_advantages"] == [one["advantage"] - turn for turn in range(3)]
         assert OBSERVED not in trace["ids"] or trace["pieces"].count(WORDS[OBSERVED]) < 10
-    alone = build_life(find_runs([tmp_path / "plain"]), megabytes=4)[0]["groups"][0]["responses"]
+    alone = build_histories(find_runs([tmp_path / "plain"]), megabytes=4)[0]["groups"][0][
+        "responses"
+    ]
     assert alone[0]["turns"] == 1 and alone[0]["trace"]["observed"] == []
     assert alone[0]["histories"] == 1 and alone[0]["trace"]["restarts"] == []
 
 
 def test_thinned_rollouts_contain_same_traced_groups(tmp_path):
     make_run(tmp_path / "run", steps=3, traced=2)
-    before = build_life(find_runs([tmp_path]), megabytes=4)
+    before = build_histories(find_runs([tmp_path]), megabytes=4)
     RunDirectory(tmp_path / "run").thin_rollouts([1, 2])
     assert count_thinned(sorted((tmp_path / "run" / "rollouts").iterdir())) == 2
-    assert build_life(find_runs([tmp_path]), megabytes=4) == before
+    assert build_histories(find_runs([tmp_path]), megabytes=4) == before
 
 
 def test_missing_engine_log_probs_are_nan_and_decisions_remain(tmp_path):
@@ -132,7 +134,7 @@ def test_missing_engine_log_probs_are_nan_and_decisions_remain(tmp_path):
     place = table.column_names.index("rollout_logprobs")
     nothing = pa.nulls(table.num_rows, pa.list_(pa.float32()))
     pq.write_table(table.set_column(place, "rollout_logprobs", nothing), file)
-    [life] = build_life(find_runs([tmp_path]), megabytes=4)
+    [life] = build_histories(find_runs([tmp_path]), megabytes=4)
     trace = life["groups"][0]["responses"][0]["trace"]
     engine = np.frombuffer(base64.b64decode(trace["engine"]), "<f4")
     assert engine.size == len(trace["ids"]) and np.isnan(engine).all() and trace["kept"]
@@ -150,7 +152,9 @@ def test_ratios_to_unrecorded_policy_have_no_decisions(tmp_path):
 def test_number_of_steps_follows_size_limit(tmp_path):
     make_run(tmp_path / "run", steps=14)
     runs = find_runs([tmp_path])
-    steps = [life["steps"] for size in (0, 0.02, 4) for life in build_life(runs, megabytes=size)]
+    steps = [
+        life["steps"] for size in (0, 0.02, 4) for life in build_histories(runs, megabytes=size)
+    ]
     assert steps[-1] == 14 and 1 <= steps[0] < 14 and len(steps) == 2
     assert spread_out([1, 2, 3, 4, 5, 6, 7], most=3) == [1, 4, 7]
     assert spread_out([1, 2], most=5) == [1, 2]

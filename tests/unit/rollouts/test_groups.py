@@ -14,9 +14,14 @@ from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.dynamic_sampling import is_informative
-from megatron_rl.rollouts.groups import advantages_without, build_groups, compute_advantages
+from megatron_rl.rollouts.groups import (
+    advantages_without,
+    build_groups,
+    compute_advantages,
+    is_masked,
+    shape_reward,
+)
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
-from megatron_rl.rollouts.shaping import is_masked, shape_reward
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.trainer.sparing import spared_steps
+from megatron_rl.trainer.checkpointing import retained_steps
 from tests.unit.trainer.scripted import make_config
 
 
@@ -34,6 +34,6 @@ def test_pruning_keeps_milestones_and_best(tmp_path, settings, kept):
         directory.checkpoints.begin(step)
         directory.checkpoints.complete(step, sums={}, digests=[])
     config = make_config(**settings)
-    spared = partial(spared_steps, config=config, folder=tmp_path)
+    spared = partial(retained_steps, config=config, folder=tmp_path)
     directory.checkpoints.prune(keep=2, spared=spared)
     assert directory.checkpoints.steps() == kept

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from megatron_rl.trainer.scores import (
+from megatron_rl.trainer.evaluation import (
     SetScores,
     intervals,
     majority,

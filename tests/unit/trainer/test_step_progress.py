@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_rl.runs.files import read_metrics
-from megatron_rl.trainer.early_stopping import EarlyStopping
+from megatron_rl.trainer.step_progress import EarlyStopping
 from tests.unit.trainer.scripted import make_config, run_loop
 
 

@@ -10,8 +10,7 @@ import torch
 from megatron_rl.actor.actor import UpdateResult
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
-from megatron_rl.trainer.update_metrics import UpdateMetrics
-from megatron_rl.trainer.update_table import build_update_table
+from megatron_rl.trainer.update_metrics import UpdateMetrics, build_update_table
 from megatron_rl.types import Denominators
 from tests.unit.trainer.scripted import run_loop
 

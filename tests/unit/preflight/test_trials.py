@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.environment import start_environment_trial, with_tools
+from megatron_rl.preflight.trials import start_environment_trial, with_tools
 from megatron_rl.types import Prompt
 from tests.character_tokenizer import build_tokenizer
 
@@ -39,8 +39,8 @@ def test_context_replaces_sum_of_prompt_and_response():
             {"rollout": {"stall_seconds": 50}},
             r"environment\.time_limit_seconds=60: one answer may take longer than rollout\.stall",
         ),
-        ({}, {"lag": {"partial_rollouts": 8}}, r"environment and lag\.partial_rollouts cannot be"),
-        ({}, {"offline": {"rollouts": "r"}}, r"environment has no effect with offline\.rollouts"),
+        ({}, {"lag": {"partial_rollouts": 8}}, r"environment cannot be combined with lag\.par"),
+        ({}, {"offline": {"rollouts": "r"}}, r"environment needs an engine, but offline"),
         ({"turns": 3}, {}, r"environment\.turns"),
         (
             {"max_rewrites": 8},

@@ -1,9 +1,12 @@
-"""Write docs/configuration.md, the list of all settings, from megatron_rl/config/.
+"""Write the pages of settings and metrics, docs/configuration.md and the tables of docs/metrics.md.
 
-python tools/configuration_page.py           write it
-python tools/configuration_page.py --check   exit with 1 if it is not up to date
+They come from megatron_rl/config/ and megatron_rl/telemetry/metric_table.py.
+
+python tools/reference_pages.py           write them
+python tools/reference_pages.py --check   exit with 1 if they are not up to date
 """
 
+import re
 import sys
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,15 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
-from megatron_rl.config.data_sections import ColumnsSection  # noqa: E402
 from megatron_rl.config.paths import is_path  # noqa: E402
-from megatron_rl.config.sections import PATTERNS  # noqa: E402
+from megatron_rl.config.sections import PATTERNS, ColumnsSection  # noqa: E402
+from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES, Metric  # noqa: E402
 
-PAGE = ROOT / "docs" / "configuration.md"
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+METRICS = ROOT / "docs" / "metrics.md"
 HEAD = """# Configuration
 
 Every setting of a run, with its default and rule, made from `megatron_rl/config/` by
-`python tools/configuration_page.py`. A config is a YAML file; `key=value` arguments override it:
+`python tools/reference_pages.py`. A config is a YAML file; `key=value` arguments override it:
 
 ```bash
 megatron-rl train my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
@@ -50,8 +54,8 @@ NAMES = (
 WORDS = {Any: "any value", int: "integer", float: "number", bool: "`true` or `false`", str: "text"}
 
 
-def page() -> str:
-    """The whole page."""
+def configuration_page() -> str:
+    """The whole page of settings."""
     tables = [_table("", Config)]
     for name, field in Config.model_fields.items():
         if section := _section_of(field):
@@ -134,12 +138,35 @@ def _flat(rules: Any) -> list[Any]:
     return [one for rule in rules for one in getattr(rule, "metadata", [rule])]
 
 
+def metrics_page() -> str:
+    """The page of metrics with its tables made anew: those with names or bands."""
+    made = iter(_metric_table(rows) for rows in TABLES)
+    return re.sub(r"(?m)^\| (?:name|band) \|.*\n(?:\|.*\n)+", lambda _: next(made), _read(METRICS))
+
+
+def _metric_table(rows: tuple[Metric, ...]) -> str:
+    """One table, without the columns that are empty in all of its rows."""
+    cells = [(", ".join(f"`{name}`" for name in row.names), *row[1:]) for row in rows]
+    head = ("band" if rows is IN_A_BAND else "name", "unit", "description", "over")
+    used = [index for index, column in enumerate(zip(*cells, strict=True)) if any(column)]
+    first, *others = (
+        "|" + "|".join(f" {line[index]} " if line[index] else " " for index in used) + "|\n"
+        for line in (head, *cells)
+    )
+    return "".join([first, "|" + "---|" * len(used) + "\n", *others])
+
+
+def _read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
 def main() -> None:
-    """Write the page, or with --check compare it."""
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit("docs/configuration.md is not up to date: run tools/configuration_page.py")
+    """Write the pages, or with --check compare them."""
+    for page, text in ((CONFIGURATION, configuration_page()), (METRICS, metrics_page())):
+        if "--check" not in sys.argv:
+            page.write_text(text, encoding="utf-8")
+        elif _read(page) != text:
+            sys.exit(f"{page} is not up to date: run python tools/reference_pages.py")
 
 
 if __name__ == "__main__":

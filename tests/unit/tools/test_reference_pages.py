@@ -1,19 +1,20 @@
-"""docs/configuration.md: it is what the tool makes of the config, and it names every key."""
+"""The pages of settings and metrics are what the tool makes; the first names every key."""
 
 import re
 
 from megatron_rl.config import Config, valid_keys
-from tools.configuration_page import PAGE, page
+from tools.reference_pages import CONFIGURATION, METRICS, configuration_page, metrics_page
 
 
-def test_page_equals_output_of_tool():
-    assert PAGE.read_text() == page(), "run python tools/configuration_page.py"
+def test_pages_equal_output_of_tool():
+    for page, text in ((CONFIGURATION, configuration_page()), (METRICS, metrics_page())):
+        assert page.read_text() == text, "run python tools/reference_pages.py"
 
 
 def test_every_key_has_its_default_its_rule_and_a_text():
-    rows = re.findall(r"^- `([\w.]+)(.*?): (.*\S)$", page(), re.MULTILINE)
+    rows = re.findall(r"^- `([\w.]+)(.*?): (.*\S)$", configuration_page(), re.MULTILINE)
     output = {key: rule for key, rule, _ in rows}
-    assert len(output) == len(rows) == page().count("\n- ")
+    assert len(output) == len(rows) == configuration_page().count("\n- ")
     # A section within a section is a key of its own; columns of other sets are those of `data`.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
               "eval.sets.columns", "logging.mlflow", "logging.trackio", "logging.wandb",

@@ -1,0 +1,144 @@
+"""Every metric of a step: its name, unit, description and what it covers.
+
+This is the one place that declares metrics. `python tools/reference_pages.py` makes the tables of
+`docs/metrics.md` from it, and a test compares it with what runs record. `<...>` in a name stands
+for a part that varies: a set, an epoch, a band.
+"""
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One row of a table: metrics that share a description."""
+
+    names: tuple[str, ...]
+    unit: str
+    description: str
+    covers: str = ""
+
+
+# fmt: off
+# Rollouts, rewards and training; `covers`: what it averages over.
+STEP = (
+    Metric(("step",), "", "number of rollout batches so far"),
+    Metric(("eval/<set>/avg@<k>",), "0..1", "mean reward of k responses to each prompt", "set"),
+    Metric(("eval/<set>/pass@<k>",), "0..1", "unbiased probability that k responses contain a right one, with reward 1 or more", "set"),
+    Metric(("eval/<set>/maj@<k>",), "0..1", "reward of the most frequent answer of k", "set"),
+    Metric(("eval_macro/avg@<k>", "eval_macro/pass@<k>", "eval_macro/maj@<k>"), "0..1", "mean over the sets with equal weight", "sets"),
+    Metric(("eval/<set>/time_limit_fraction", "eval/<set>/failed_fraction"), "0..1", "responses not graded, which count as wrong", "set"),
+    Metric(("eval/<set>/truncated_fraction",), "0..1", "responses cut at `rollout.max_response_tokens`", "set"),
+    Metric(("eval/<set>/response_length_mean",), "tokens", "mean response length", "set"),
+    Metric(("reward/mean", "reward/std"), "", "mean and standard deviation of the rewards", "all"),
+    Metric(("reward/<name>_mean",), "", "mean of one of several rewards that the verifier returns by name; 0 where a response was not graded", "all"),
+    Metric(("reward_by_source/<source>",), "", "mean reward of the prompts of one `data_source`", "all"),
+    Metric(("reward/time_limit_fraction",), "0..1", "responses whose grading timed out", "all"),
+    Metric(("reward/failed_fraction",), "0..1", "responses for which the verifier raised an error", "all"),
+    Metric(("reward/retries",), "", "retries of the verifier", "all"),
+    Metric(("reward/unparsable_truth_fraction",), "0..1", "ground truths that the verifier could not parse", "all"),
+    Metric(("advantage/zero_fraction",), "0..1", "responses whose advantage (with `advantage.credit: turn` every turn's) is 0", "all"),
+    Metric(("advantage/zero_groups_fraction",), "0..1", "groups from which nothing is learned (TRL: `frac_reward_zero_std`)", "all"),
+    Metric(("response/length_mean", "response/length_max"), "tokens", "length", "all"),
+    Metric(("response/truncated_fraction",), "0..1", "responses cut at `rollout.max_response_tokens`", "all"),
+    Metric(("policy/entropy",), "nats a token", "entropy of the policy that generated, from its whole distribution", "computed"),
+    Metric(("rollout/entropy",), "nats a token", "minus the mean log-prob of the sampled tokens", "all"),
+    Metric(("rollout/tokens",), "tokens", "tokens generated in this step", "new"),
+    Metric(("rollout/tokens_per_second",), "1/s", "generation throughput over all engines", "new"),
+    Metric(("rollout/engine_imbalance",), "", "the slowest engine's seconds over the mean; 1 where all finish together", "engines"),
+    Metric(("rollout/weight_version",), "", "version of the generating weights (the oldest)", "all"),
+    Metric(("lag/steps_mean", "lag/steps_max"), "rollout batches", "steps between generation and training: 0 without [policy lag](policy-lag.md)", "trained"),
+    Metric(("lag/fraction_of_<lag>",), "0..1", "groups with that lag in steps: the histogram", "trained"),
+    Metric(("lag/updates_mean", "lag/updates_max"), "", "optimizer updates between generation and the step's first update", "trained"),
+    Metric(("lag/versions_mean",), "", "steps between the weights that generated a token and those that train it; not for [offline data](reward-shaping.md#offline-data)", "trained"),
+    Metric(("lag/waiting_groups", "lag/waiting_length_mean"), "tokens", "groups not yet trained, and the mean length of their responses (compare `response/length_mean`)", "waiting"),
+    Metric(("replay/fraction", "replay/max_uses"), "0..1,", "fraction of groups that earlier steps also trained; the largest number of steps that trained one group", "trained"),
+    Metric(("mismatch/logprob_abs_diff_mean",), "nats", "mean abs(behavior - rollout log-prob)", "updates"),
+    Metric(("train/computed_fraction",), "0..1", "fraction of responses that went through the actor", "all"),
+    Metric(("train/updates",), "", "optimizer updates of the step"),
+    Metric(("train/updates_skipped",), "", "updates skipped because a value was not finite; should stay 0"),
+    Metric(("train/early_stopped",), "0 or 1", "1 where `early_stopping` ended the reuse of the batch ([Reward shaping](reward-shaping.md))"),
+    Metric(("train/masked_fraction",), "0..1", "responses excluded by `shaping.truncated: mask`", "all"),
+    Metric(("reward/shaped_mean",), "", "mean of the training rewards, after `shaping`", "all"),
+    Metric(("conversation/turns_mean", "conversation/turns_max"), "", "turns of the policy in a conversation with an environment", "trained"),
+    Metric(("conversation/rewrites_mean", "conversation/rewrites_max"), "", "changes of the history of a conversation", "trained"),
+    Metric(("conversation/observed_fraction",), "0..1", "tokens of the responses that an environment wrote; they are not trained", "trained"),
+    Metric(("conversation/context_max",), "tokens", "longest sequence that the policy read", "trained"),
+    Metric(("conversation/timed_out_fraction", "conversation/failed_fraction"), "0..1", "conversations whose environment exceeded its time limit or failed (reward 0)", "trained"),
+    Metric(("conversation/rewritten_fraction",), "0..1", "conversations with more changes than `environment.max_rewrites` (reward 0)", "trained"),
+    Metric(("conversation/lost_fraction",), "0..1", "conversations whose environment was lost; they are not trained", "trained"),
+    Metric(("reward_by_turns/<turns>",), "", "mean reward of the conversations with that number of turns", "trained"),
+    Metric(("reward_of_turn/<turn>",), "", "mean reward after that turn, of the conversations that reached it", "trained"),
+    Metric(("environment/answers",), "", "turns that environments answered", "new"),
+    Metric(("environment/seconds_mean",), "s", "from a turn's end until its answer reached the engine", "new"),
+    Metric(("environment/cached_fraction",), "0..1", "tokens before later turns that came from the engine's prefix cache", "new"),
+    Metric(("dynamic/rounds",), "", "rounds of [dynamic sampling](reward-shaping.md#dynamic-sampling) in this step", "new"),
+    Metric(("dynamic/groups_generated",), "", "groups generated initially and in all rounds", "new"),
+    Metric(("dynamic/groups_kept_for_later",), "", "surplus groups, which the next steps train", "new"),
+    Metric(("dynamic/groups_lacking",), "", "groups without a learning signal after all rounds", "new"),
+    Metric(("dynamic/tokens_dropped",), "tokens", "generated for groups that are not trained", "new"),
+    Metric(("dynamic/dropped_length_mean",), "tokens", "mean length of their responses", "dropped"),
+    Metric(("tokens", "responses"), "", "numbers of tokens and responses that the metrics below cover", "updates"),
+    Metric(("tokens_with_advantage",), "", "tokens with a non-zero advantage, which `gate/` and the effective sample fraction cover", "updates"),
+    Metric(("loss/policy", "loss/kl", "loss/entropy"), "", "terms of the loss, each a mean over updates", "updates"),
+    Metric(("entropy",), "nats a token", "entropy of the trained policy, where the loss has an entropy term", "updates"),
+    Metric(("grad/norm", "grad/norm_max"), "", "gradient norm before clipping: mean and maximum over updates", "updates"),
+    Metric(("optimizer/learning_rate",), "", "of the last update"),
+)
+# Policy drift and the constraint.
+DRIFT = (
+    Metric(("ratio/first_minibatch_max_deviation",), "", "largest abs(ratio - 1) in the first update: must be 0 without [policy lag](policy-lag.md)"),
+    Metric(("ratio/max_deviation",), "", "largest abs(ratio - 1)"),
+    Metric(("ratio/log_mean",), "nats", "mean log-ratio, policy minus behavior"),
+    Metric(("ratio/kl_to_behavior",), "nats", "the k3 estimate of the KL divergence from the behavior policy"),
+    Metric(("ratio/chi_square",), "", "mean of (ratio - 1)^2: an estimate of the chi-square divergence from it"),
+    Metric(("ratio/prefix_mean_log_mean", "ratio/prefix_mean_log_std"), "nats", "of the prefix-mean log-ratio S_t / t"),
+    Metric(("ratio/prefix_mean_log_q05", "ratio/prefix_mean_log_median", "ratio/prefix_mean_log_q95"), "nats", "its quantiles, exact to a factor of 1.25"),
+    Metric(("gate/acceptance",), "0..1", "fraction of tokens with non-zero advantage whose weight the constraint left unchanged; 1 where there are none"),
+    Metric(("gate/rejected_above_positive", "gate/rejected_above_negative"), "0..1", "fraction of tokens with one sign of advantage rejected above the upper bound"),
+    Metric(("gate/rejected_below_positive", "gate/rejected_below_negative"), "0..1", "fraction rejected below the lower bound"),
+    Metric(("weight/effective_sample_fraction",), "0..1", "(sum w)^2 / (n sum w^2) of the weights after the constraint, over the n tokens with a non-zero advantage"),
+    Metric(("weight/log_min", "weight/log_max"), "", "extremes of the objective's own log-weight"),
+    Metric(("mismatch/logprob_diff_mean", "mismatch/logprob_diff_rms", "mismatch/logprob_abs_diff_max"), "nats", "behavior minus rollout log-prob"),
+    Metric(("routing/changed_fraction",), "0..1", "tokens whose set of experts in a layer is not that of the behavior pass, over all layers, in a mixture of experts; absent where [nothing is recorded](routing-replay.md#when-routes-are-recorded)"),
+    Metric(("routing/changed_fraction_by_layer/<layer>",), "0..1", "the same in one layer, counted from 0"),
+    Metric(("routing/engine_changed_fraction",), "0..1", "with `model.routing_replay: engine`: tokens for which the actor would choose another set of experts in a layer than the engine did"),
+    Metric(("routing/engine_changed_fraction_by_layer/<layer>",), "0..1", "the same in one layer, counted from 0"),
+    Metric(("routing/log_ratio_variance_fraction",), "", "variance, over responses, of what these changes alone do to the mean log-ratio, divided by the variance of the mean log-ratio; one pack of each replica after the last update"),
+)
+# The same by epoch of reuse and by position.
+BY_EPOCH = (
+    Metric(("epoch_<epoch>/<metric>",), "", "`gate/`, `ratio/`, `mismatch/`, `routing/changed_fraction` and the effective sample fraction of one epoch of reuse, from 1"),
+    Metric(("epoch_<epoch>/routing/changed_fraction_by_layer/<layer>",), "", "tokens whose experts in a layer changed, in one epoch of reuse"),
+    Metric(("by_fraction/<end>/<band>",), "", "tokens whose t/L lies in the tenth that ends there"),
+    Metric(("by_position/<start>/<band>",), "", "tokens whose position t is at least that power of two, and below the next"),
+    Metric(("epoch_<epoch>/by_fraction/<end>/<band>",), "", "acceptance, drift, quantiles of log w_t and effective sample fraction, of one epoch of reuse"),
+    Metric(("epoch_<epoch>/lag_<lag>/<kind>",), "", "tokens of that age in weight versions, of one epoch of reuse; absent where no token is older than the policy"),
+    Metric(("epoch_<epoch>/lag_<lag>/by_fraction/<end>/<kind>",), "", "the same in each tenth of t/L"),
+)
+# Names within a band of positions: the last part of `by_...` metrics.
+IN_A_BAND = (
+    Metric(("acceptance",), "", "as `gate/acceptance`"),
+    Metric(("rejected_above_positive", "rejected_above_negative", "rejected_below_positive", "rejected_below_negative"), "", "as in `gate/`"),
+    Metric(("prefix_mean_log_mean", "prefix_mean_log_std", "prefix_mean_log_q05", "prefix_mean_log_median", "prefix_mean_log_q95"), "", "as in `ratio/`"),
+    Metric(("effective_sample_fraction",), "", "as in `weight/`"),
+    Metric(("logprob_diff_mean", "logprob_diff_rms"), "", "as in `mismatch/`"),
+)
+# Seconds, memory, bytes.
+COSTS = (
+    Metric(("time/step",), "s", "time from one line of `metrics.jsonl` to the next; the sum of the phases"),
+    Metric(("time/rollout",), "s", "generation"),
+    Metric(("time/reward",), "s", "grading, as far as generation did not hide it"),
+    Metric(("time/pack",), "s", "advantages, packs and minibatches"),
+    Metric(("time/behavior", "time/reference"), "s", "log-probs of the behavior policy, of the reference policy"),
+    Metric(("time/train",), "s", "the updates"),
+    Metric(("time/sync",), "s", "the weight push"),
+    Metric(("time/eval",), "s", "evaluation"),
+    Metric(("time/record",), "s", "gathering what is recorded; a thread writes the files meanwhile"),
+    Metric(("time/checkpoint",), "s", "saving, and checking for an interruption; a checkpoint counts in the step after it"),
+    Metric(("time/start_<part>",), "s", "in the first line only: from the start of the command to the first step of rank 0; `imports`, `checks`, `megatron`, `verifiers`, `vllm` (offline: `rollouts`), `push`, `engine_check`, `evaluation` (also in `log.txt`)"),
+    Metric(("memory/<phase>_peak_gib",), "GiB", "largest memory of any rank in a phase"),
+    Metric(("sync/seconds", "sync/plan_seconds", "sync/pack_seconds", "sync/transfer_seconds", "sync/unpack_seconds", "sync/load_seconds", "sync/cache_reset_seconds", "sync/verify_seconds"), "s", "the push and [its parts](resharding.md#metrics-of-a-push)"),
+    Metric(("sync/bytes_sent", "sync/bytes_local"), "bytes", "sent between ranks, and copied within them"),
+    Metric(("sync/gigabytes_per_second",), "GB/s", "bytes sent per second"),
+)
+# fmt: on
+TABLES = STEP, DRIFT, BY_EPOCH, IN_A_BAND, COSTS  # in the order of the page
