@@ -70,6 +70,8 @@ def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.search import DryRuns, Planner, search
 
     config, fixed = _read(options)
+    if options.write is not None and Path(options.write).exists():
+        raise ConfigError(f"--write {options.write}: the file exists; name another one")
     device = find_device(options.device)
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
@@ -101,8 +103,6 @@ def _plan(options: argparse.Namespace) -> str:
     if options.write is None:
         return text
     file = Path(options.write)
-    if file.exists():
-        raise ConfigError(f"--write {file}: the file exists; name another one")
     chosen = result.options[options.choice - 1]
     file.write_text(config_text(chosen, planner, config, options.devices), encoding="utf-8")
     return f"{text}\nwrote row {options.choice} to {file}"

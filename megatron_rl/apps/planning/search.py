@@ -166,6 +166,7 @@ class Probe:
     stage: int
 
 
+@lru_cache(maxsize=32)
 def layer_pattern(shape: ModelShape) -> tuple[int, int]:
     """Return the number of dense layers below others, and the period of the kinds of layers."""
     first = shape.experts.first_layer if shape.experts else 0
@@ -383,19 +384,10 @@ class Planner:
         if memory[worst] > room:
             reason = f"{worst} needs {memory[worst] / GIB:.1f} of {self.device.memory_gib:.1f} GiB"
             return Rejection(layout, reason, memory[worst] / room)
-        fraction = math.floor(100 * (room - memory["rollout"]) / room) / 100
-        fraction = min(self.engine_share, fraction)
-        engine = self.engine(layout, int(fraction * room))
-        longest = self.workload.longest + engine.state_tokens
-        if engine.cached_tokens < longest:
-            weights = 2 * engine.sizes.weights
-            return Rejection(
-                layout,
-                f"engines of {layout.rollout_tensor} get {max(0.0, fraction):.2f} of each device, "
-                f"{weights / GIB:.1f} GiB of it for weights: no room to cache "
-                f"{self.workload.longest} tokens",
-                (memory["rollout"] + weights + longest * engine.token_bytes) / room,
-            )
+        engine = self.engine_beside(layout, memory["rollout"])
+        if misfit := self.cache_misfit(layout, engine, memory["rollout"]):
+            return misfit
+        fraction = engine.memory / room
         memory["rollout"] += fraction * room
         optimizer = max(each["states optimizer"] for each in stages) * replicas
         host = max(each["host"] - (1 - replicas) * each["states optimizer"] for each in stages)
@@ -412,8 +404,32 @@ class Planner:
         }
         fractions = {phase: size / room for phase, size in memory.items()}
         return Option(
-            layout, fraction, fractions, seconds, int(host), int(self._prepared_bytes(layout))
+            layout,
+            round(fraction, 2),
+            fractions,
+            seconds,
+            int(host),
+            int(self._prepared_bytes(layout)),
         )
+
+    def engine_beside(self, layout: Layout, used: float) -> Engine:
+        """Return the engine with what `used` bytes leave, in hundredths of a device."""
+        room = self.device.memory
+        fraction = min(self.engine_share, math.floor(100 * (room - used) / room) / 100)
+        return self.engine(layout, int(fraction * room))
+
+    def cache_misfit(self, layout: Layout, engine: Engine, used: float) -> Rejection | None:
+        """Return why the engine cannot cache one longest sequence, if it cannot."""
+        longest = self.workload.longest + engine.state_tokens
+        if engine.cached_tokens >= longest:
+            return None
+        weights, room = 2 * engine.sizes.weights, self.device.memory
+        reason = (
+            f"engines of {layout.rollout_tensor} get {max(0.0, engine.memory / room):.2f} of each "
+            f"device, {weights / GIB:.1f} GiB of it for weights: no room to cache "
+            f"{self.workload.longest} tokens"
+        )
+        return Rejection(layout, reason, (used + weights + longest * engine.token_bytes) / room)
 
     @property
     def scoring_passes(self) -> int:
@@ -572,15 +588,14 @@ class Planner:
         states = per_weight * share / layout.pipeline + optimizer
         return states + ENGINE_ASLEEP + RESERVE
 
-    def least_seconds(self, layout: Layout) -> float:
-        """Return seconds that a step takes in any case: decoding, and products at full rate."""
+    def least_asleep(self, layout: Layout) -> float:
+        """Return bytes of a sleeping actor's weights, and of the reserve."""
         dense, experts = _weights(self.shape)
-        room = self.device.memory
-        share = 2 * (dense / layout.tensor + experts / (layout.expert * layout.expert_slices))
-        memory = min(self.engine_share * room, room - RESERVE - share / layout.pipeline)
-        engine = self.engine(layout, int(memory))
-        if engine.cached_tokens < self.workload.longest:
-            return math.inf
+        share = dense / layout.tensor + experts / (layout.expert * layout.expert_slices)
+        return 2 * share / layout.pipeline + RESERVE
+
+    def least_seconds(self, layout: Layout, engine: Engine) -> float:
+        """Return seconds that a step takes in any case: decoding, and products at full rate."""
         rollout = self.rollout_seconds(engine, layout.world_size // layout.rollout_tensor)
         active = engine_sizes(self.shape, 1).active
         packs = self.packs(layout)
@@ -706,11 +721,15 @@ def _candidates(planner: Planner, devices: int, fixed: Fixed) -> tuple[Queue, li
             continue
         layout = _with_shortest_packs(planner.workload, sizes, fixed)
         least, room = planner.least_memory(layout), planner.device.memory
+        asleep = planner.least_asleep(layout)
+        engine = planner.engine_beside(layout, asleep)
         if least > room:
             reason = f"train needs {least / GIB:.1f} of {planner.device.memory_gib:.1f} GiB"
             rejected.append(Rejection(layout, reason, least / room))
+        elif misfit := planner.cache_misfit(layout, engine, asleep):
+            rejected.append(misfit)
         else:
-            queue.append((planner.least_seconds(layout), number, layout))
+            queue.append((planner.least_seconds(layout, engine), number, layout))
     return sorted(queue), rejected
 
 

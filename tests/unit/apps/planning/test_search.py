@@ -93,7 +93,9 @@ def test_lower_bound_excludes_layouts_without_dry_runs(planner, dry_runs, result
     without_packs = {replace(each.layout, tokens=16384) for each in result.options[:1]}
     assert replace(first.options[0].layout, tokens=16384) in without_packs
     for option in result.options:
-        bound = planner.least_seconds(replace(option.layout, tokens=16384))
+        layout = replace(option.layout, tokens=16384)
+        engine = planner.engine_beside(layout, planner.least_asleep(layout))
+        bound = planner.least_seconds(layout, engine)
         assert bound <= option.step_seconds
         assert planner.least_memory(option.layout) <= option.memory["train"] * H100.memory
 
