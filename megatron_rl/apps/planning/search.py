@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -52,7 +53,7 @@ MAX_SIZE = 16  # maximum tensor, pipeline and context parallel size
 MIN_TOKENS = 1024  # minimum tokens of a full pack on one rank
 MAX_ENGINE_SHARE = 0.9  # of a device's memory
 MAX_DRY_RUNS = 96  # of one search: half a minute on two cores
-LARGER_PACKS = 4  # layouts for which larger packs are tried
+LARGER_PACKS = 2  # layouts for which larger packs are tried
 PHASES = ("rollout", "behavior", "train", "push", "offload")
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
@@ -300,6 +301,7 @@ class DryRuns:
     folder: Path | None = None
     workers: int = 1
     done: dict[Probe, Counts] = field(default_factory=dict)
+    _pool: ProcessPoolExecutor | None = None
 
     def has(self, probes: Iterable[Probe]) -> bool:
         """Return whether the counts of these probes are known."""
@@ -314,7 +316,7 @@ class DryRuns:
         missing = [probe for probe in missing if probe not in self.done]
         run = partial(run_probe, self.config)
         if self.workers > 1 and len(missing) > 1:
-            results = list(self._pool().map(run, missing))
+            results = list(self._start().map(run, missing))
         else:
             results = [run(probe) for probe in missing]
         for probe, counts in zip(missing, results, strict=True):
@@ -327,20 +329,18 @@ class DryRuns:
                 partial_file.replace(file)
         return len(missing)
 
-    @lru_cache(maxsize=1)  # noqa: B019
-    def _pool(self) -> ProcessPoolExecutor:
-        context = multiprocessing.get_context("fork")  # shares what was imported
-        return ProcessPoolExecutor(
-            self.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
-        )
-
-    def __hash__(self) -> int:
-        return id(self)
+    def _start(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("fork")  # shares what was imported
+            self._pool = ProcessPoolExecutor(
+                self.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+            )
+        return self._pool
 
     def close(self) -> None:
         """End the worker processes."""
-        if self.workers > 1:
-            self._pool().shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def _file(self, probe: Probe) -> Path:
         assert self.folder is not None
@@ -354,8 +354,9 @@ class DryRuns:
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Return a digest of the package's source files and of torch's version."""
-    digest = sha256(torch.__version__.encode())
+    """Return a digest of the package's source files and of the releases that it runs on."""
+    releases = [torch.__version__, version("megatron-core")]
+    digest = sha256(repr(releases).encode())
     for file in sorted(Path(megatron_rl.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
