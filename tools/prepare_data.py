@@ -43,9 +43,10 @@ def prepare(name: str, source: Path, output: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from megatron_rl.data.rows import Columns, parse_row, read_rows
+    from megatron_rl.config.sections import ColumnsSection
+    from megatron_rl.data.rows import parse_row, read_rows
 
-    columns = Columns(SOURCES[name].prompt, SOURCES[name].answer)
+    columns = ColumnsSection(prompt=SOURCES[name].prompt, answer=SOURCES[name].answer)
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for number, plain in read_rows(source, columns):
         row = parse_row(plain, columns, path=source, number=number)

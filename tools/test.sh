@@ -26,7 +26,7 @@ esac
 # ranks or enumerate all cases (marked slow) run in the other parts.
 FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
     tests/unit/distributed/test_sequence_{layout,statistics}.py
-    tests/unit/resharding/test_{plan,pieces}.py tests/unit/rewards/test_math_answer.py)
+    tests/unit/resharding/test_{push_schedule,pieces}.py tests/unit/rewards/test_math_answer.py)
 
 # The fast part uses the existing environment.
 [[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1

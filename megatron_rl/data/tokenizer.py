@@ -169,7 +169,7 @@ _BYTE_LEVEL = ("Qwen2Tokenizer", "GPT2Tokenizer")
 _OTHER_FILES = ("*.model", "*.model.*", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt")
 
 
-def find_tokenizer(folder: str | Path) -> None:
+def require_tokenizer(folder: str | Path) -> None:
     """ValueError if a model folder has no tokenizer: transformers would make up an empty one."""
     if not any(list(Path(folder).glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
         raise UserError(
@@ -192,7 +192,7 @@ def load_tokenizer(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"model folder {folder} does not exist")
-    find_tokenizer(folder)
+    require_tokenizer(folder)
     settings = _read(folder / "tokenizer_config.json")
     code = _code_of(folder, settings, trusted=trust_remote_code)
     try:

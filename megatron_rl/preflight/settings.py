@@ -10,7 +10,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import check_prompt_file
-from megatron_rl.data.tokenizer import find_tokenizer
+from megatron_rl.data.tokenizer import require_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import (
@@ -143,7 +143,7 @@ def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> M
         problems.append(f"{key}: {Path(path).absolute()} is not a folder; {hint}")
         return None
     try:
-        find_tokenizer(path)
+        require_tokenizer(path)
     except ValueError as error:
         problems.append(f"{key}: {error}")
     try:

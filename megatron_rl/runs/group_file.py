@@ -90,7 +90,7 @@ def write_groups(
             writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_AT_ONCE], schema))
 
 
-def read_about(file: Path) -> dict[str, Any]:
+def read_metadata(file: Path) -> dict[str, Any]:
     """Read the metadata of a file written by `write_groups`."""
     return dict(json.loads((pq.read_schema(file).metadata or {})[ABOUT]))
 

@@ -21,7 +21,7 @@ from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import evaluation_scores, read_metrics
-from megatron_rl.runs.group_file import read_about, read_groups, write_groups
+from megatron_rl.runs.group_file import read_groups, read_metadata, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
@@ -124,7 +124,7 @@ class CheckpointKeeper:
             return
         problem, groups, about = None, [], {}
         try:
-            groups, about = self._read_groups(file, actor), read_about(file)
+            groups, about = self._read_groups(file, actor), read_metadata(file)
             if about["layout"] != actor.layout:
                 problem = "its log-probs were computed under another parallel layout"
         except (OSError, ValueError, KeyError, TypeError) as error:

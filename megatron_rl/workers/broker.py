@@ -135,7 +135,7 @@ class Unit:
                     raise DiedError(f"exit status {await asyncio.shield(self.status)}") from None
             raise DiedError("exit status unknown") from None
 
-    def exceed(self) -> None:
+    def time_out(self) -> None:
         """End the call in progress: its time is up."""
         self._fail(OverTimeError())
 
@@ -362,7 +362,7 @@ class Broker:
                 if now - unit.sampled >= tick:
                     measure(unit, now=now)
                     if unit.own_seconds > unit.limit and not unit.is_ready_to_run:
-                        unit.exceed()
+                        unit.time_out()
             if calls and now - reported_at > ALIVE_SECONDS:
                 reported_at = now
                 self.emit({"alive": len(calls)})

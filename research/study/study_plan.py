@@ -40,8 +40,8 @@ from megatron_rl.config import (
     explain,
     long_form,
     parse_config,
-    put,
     read_mapping,
+    set_dotted,
     with_absolute_paths,
 )
 from megatron_rl.config.paths import PathText
@@ -153,7 +153,7 @@ def plan_study(file: StudyFile, overrides: list[str]) -> Study:
             for key, given in settings.items():
                 value = long_form(key, given)
                 _check_nothing_is_lost(values, key, value, run=name)
-                put(values, key, copy.deepcopy(value))
+                set_dotted(values, key, copy.deepcopy(value))
         for override in overrides:
             apply_override(values, override)
         values["seed"] = seed

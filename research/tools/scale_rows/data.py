@@ -148,7 +148,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from megatron_rl.data.prompts import PromptTable, write_prompts
 from megatron_rl.data.prompts import read_prompts
-from megatron_rl.data.rows import Columns
+from megatron_rl.config.sections import ColumnsSection
 folder, count = Path(sys.argv[1]), int(sys.argv[2])
 file = folder / "prompts.jsonl"
 with file.open("w") as lines:
@@ -158,7 +158,7 @@ with file.open("w") as lines:
 words = Tokenizer(models.WordLevel({"?": 0} | {str(i): i + 1 for i in range(count)}, unk_token="?"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="?", unk_token="?")
-columns = Columns(answer="answer")
+columns = ColumnsSection(answer="answer")
 def read():
     return read_prompts(file, tokenizer, max_prompt_tokens=300, columns=columns, template="raw")
 def before():

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_rl import __version__
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.data.rows import Columns, parse_row, read_rows
+from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.rows import parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
@@ -324,7 +325,7 @@ def test_odd_characters_do_not_break_recording(tmp_path):
     (tmp_path / "set.jsonl").write_text(
         '{"q": "cut \\ud83d", "a": "7\\ude00", "data_source": "\\ud83d", "more": ["\\ud83d"]}\n'
     )
-    columns = Columns(prompt="q", answer="a")
+    columns = ColumnsSection(prompt="q", answer="a")
     ((number, plain),) = read_rows(tmp_path / "set.jsonl", columns)
     row = parse_row(plain, columns, path=tmp_path, number=number)
     reward, reason, answer = read_grade((1, "\ud83d", "x\udc00"), name="r:f")
