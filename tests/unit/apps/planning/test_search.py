@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.apps.planning import search as search_module
 from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.fit import ENGINE_ASLEEP, RESERVE, check_fit, response_bytes
 from megatron_rl.apps.planning.generation import workload_of
@@ -87,17 +88,27 @@ def test_options_fit_and_are_sorted_by_step_time(result):
         assert all(seconds > 0 for seconds in option.seconds.values())
 
 
-def test_lower_bound_excludes_layouts_without_dry_runs(planner, dry_runs, result):
-    first = search(planner, DryRuns(planner.config), 8, FIXED, top=1)
-    assert first.slower > 0 and first.dry_runs < result.dry_runs
-    without_packs = {replace(each.layout, tokens=16384) for each in result.options[:1]}
-    assert replace(first.options[0].layout, tokens=16384) in without_packs
+def test_lower_bounds_are_below_what_dry_runs_give(planner, result):
     for option in result.options:
         layout = replace(option.layout, tokens=16384)
         engine = planner.engine_beside(layout, planner.least_asleep(layout))
-        bound = planner.least_seconds(layout, engine)
-        assert bound <= option.step_seconds
-        assert planner.least_memory(option.layout) <= option.memory["train"] * H100.memory
+        assert planner.least_seconds(layout, engine) <= option.step_seconds
+        assert planner.least_memory(layout) <= option.memory["train"] * H100.memory
+
+
+def test_layouts_behind_a_lower_bound_are_not_run(planner, monkeypatch):
+    least = Planner.least_seconds
+    slow = 1e6
+    monkeypatch.setattr(
+        Planner, "least_seconds",
+        lambda self, layout, engine: least(self, layout, engine) + slow * (layout.tensor > 1),
+    )  # fmt: skip
+    runs = DryRuns(planner.config)
+    found = search(planner, runs, 8, FIXED | {"tokens": 16384}, top=1)
+    assert found.slower > 0 and {probe.layout.tensor for probe in runs.done} == {1}
+    monkeypatch.setattr(search_module, "MAX_DRY_RUNS", 0)
+    limited = search(planner, runs, 8, FIXED)
+    assert not limited.options and limited.unmeasured > found.slower
 
 
 def test_epochs_scale_training_time_and_not_rollout_time(planner, dry_runs, result):
@@ -143,7 +154,7 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     source = with_layers(source, 8)
     few = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 32)
     source |= {key: value for key, value in few.items() if key in source}
-    planner = planner_for(tmp_path, name, source=source)
+    planner = replace(planner_for(tmp_path, name, source=source), device=DEVICES["b200"])
     runs = DryRuns(planner.config)
     runs.run(probes_of(planner.shape, layout))
     stages, replicas = planner.stages(layout, runs)
