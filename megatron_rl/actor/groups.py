@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_rl.actor import device
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.joining import notify
@@ -102,17 +103,42 @@ def _wait_for_all(
         pause = REPEAT
 
 
-def _init_process_group(timeout: timedelta) -> None:
-    """Join the process group described by torchrun's environment, or create one of size 1."""
+def join_sides(*, engine_ranks: int, timeout: timedelta, patience: float) -> Link:
+    """Make the last `engine_ranks` ranks a world of their own and the others another; link both.
+
+    Returns the link, once all ranks are here. Afterwards torch's default group is that of this
+    rank's side. patience: see `Link`.
+    """
+    store, rank, world_size = join_ranks(timeout)
+    trainers = world_size - engine_ranks
     if device.has_cuda():
         torch.cuda.set_device(device.local_device())
+    link = Link(rank, trainers, engine_ranks, dist.PrefixStore("link", store), timeout, patience)
+    side, first, size = ("engines", trainers, engine_ranks) if link.is_engine else (
+        "trainers", 0, trainers)  # fmt: skip
+    _create_default_group(dist.PrefixStore(side, store), rank - first, size, timeout)
+    return link
+
+
+def _init_process_group(timeout: timedelta) -> None:
+    """Join the process group described by torchrun's environment, or create one of size 1."""
     if dist.is_initialized():
+        if device.has_cuda():
+            torch.cuda.set_device(device.local_device())
         return
-    backend = "cpu:gloo,cuda:nccl" if device.has_cuda() else "gloo"
     if "RANK" in os.environ:
         store, rank, world_size = join_ranks(timeout)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1
+    _create_default_group(store, rank, world_size, timeout)
+
+
+def _create_default_group(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> None:
+    if device.has_cuda():
+        torch.cuda.set_device(device.local_device())
+    backend = "cpu:gloo,cuda:nccl" if device.has_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

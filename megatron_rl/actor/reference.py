@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -79,14 +80,60 @@ class ReferencePolicy:
         return {name: parameter.detach() for name, parameter in named.items()}
 
     def _exchange(self) -> None:
-        named = self._parameters()
-        pairs = [
-            pair
-            for name, inactive in self.inactive.items()
-            for pair in zip(_pieces(named[name]), _pieces(inactive), strict=True)
-        ]
-        on_cuda = self.actor.topology.device.type == "cuda"
-        swap_through_streams(pairs) if on_cuda and pairs else swap(pairs)
+        exchange(self.actor, self.inactive)
+
+
+@dataclass
+class KeptWeights:
+    """A copy on the host of the actor's weights, to score later what they generate now.
+
+    Only what is trained is copied.
+    """
+
+    actor: MegatronActor
+    _copies: dict[str, Tensor] = field(default_factory=dict)
+    _is_kept: bool = False
+
+    def keep(self) -> None:
+        """Copy the present weights over those of an earlier call."""
+        trained = {
+            name: parameter.detach()
+            for name, parameter in named_parameters(self.actor.chunks).items()
+            if parameter.requires_grad
+        }
+        if not self._copies:
+            tensors = list(trained.values())
+            on_cuda = self.actor.topology.device.type == "cuda"
+            copies = PinnedMemory().copies_of(tensors) if on_cuda else [t.clone() for t in tensors]
+            self._copies = dict(zip(trained, copies, strict=True))
+        for name, copy in self._copies.items():
+            copy.copy_(trained[name])
+        self._is_kept = True
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Compute with the kept weights inside the block, and forget them; without any, nothing."""
+        if not self._is_kept:
+            yield
+            return
+        exchange(self.actor, self._copies)
+        try:
+            yield
+        finally:
+            exchange(self.actor, self._copies)
+            self._is_kept = False
+
+
+def exchange(actor: MegatronActor, inactive: Mapping[str, Tensor]) -> None:
+    """Exchange the actor's parameters of these names with tensors on the host."""
+    named = named_parameters(actor.chunks)
+    pairs = [
+        pair
+        for name, tensor in inactive.items()
+        for pair in zip(_pieces(named[name].detach()), _pieces(tensor), strict=True)
+    ]
+    on_cuda = actor.topology.device.type == "cuda"
+    swap_through_streams(pairs) if on_cuda and pairs else swap(pairs)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

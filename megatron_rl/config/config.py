@@ -90,7 +90,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += epochs_problems(self)
+        problems += epochs_problems(self) + engine_rank_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -228,6 +228,7 @@ class Config(Section):
             "dynamic_sampling": self.dynamic_sampling.rounds,
             "environment": self.environment,
             "lag.partial_rollouts": self.lag.partial_rollouts,
+            "parallel.engine_ranks": self.parallel.engine_ranks,
         }
         problems += [
             f"{key} needs an engine, but offline.rollouts starts none; unset one of them"
@@ -244,14 +245,23 @@ class Config(Section):
     def process_problems(self, processes: int) -> list[str]:
         """List the reasons why this number of processes does not fit the layout."""
         parallel, tensor, problems = self.parallel, self.rollout.tensor, []
+        engines, of_these = parallel.engine_ranks, ""
+        if engines is not None:
+            if engines >= processes:
+                return [
+                    f"parallel.engine_ranks={engines} of {processes} processes leaves none that "
+                    "trains; lower it, or start more processes"
+                ]
+            processes -= engines
+            of_these = f" besides the {engines} of parallel.engine_ranks"
         unit = parallel.model_size * (parallel.data or 1)
         if processes % unit or (parallel.data and processes != unit):
             problems.append(
-                f"{processes} process{'es do' if processes > 1 else ' does'} not fit "
+                f"{processes} process{'es do' if processes > 1 else ' does'}{of_these} not fit "
                 f"tensor {parallel.tensor} * pipeline "
                 f"{parallel.pipeline} * context {parallel.context} * data {parallel.data or '?'}; "
                 "the product must equal the number of processes: change one of parallel.*, or "
-                f"start {unit} processes"
+                f"start {unit + (engines or 0)} processes"
             )
             return problems  # what follows would repeat it
         over, slices = processes // parallel.pipeline, parallel.expert_tensor_size
@@ -261,10 +271,10 @@ class Config(Section):
                 f"parallel.expert={parallel.expert}{times} does not divide tensor * context * "
                 f"data = {over}; choose a divisor"
             )
-        if processes % tensor:
+        if (generating := engines or processes) % tensor:
             problems.append(
                 f"rollout.tensor={tensor}: vLLM's tensor parallel size {tensor} does not divide "
-                f"the {processes} ranks; choose a divisor"
+                f"the {generating} ranks; choose a divisor"
             )
         return problems
 
@@ -442,6 +452,39 @@ def partial_rollout_problems(config: Config) -> list[str]:
         f"{key} cannot be combined with lag.partial_rollouts: {reason}; unset one of them"
         for key, (value, reason) in conflicts.items()
         if value
+    ]
+    return problems
+
+
+def engine_rank_problems(config: Config) -> list[str]:
+    """List conflicts of `config.parallel.engine_ranks` with other settings of a `Config`."""
+    number, lag = config.parallel.engine_ranks, config.lag
+    if number is None:
+        return []
+    if config.offline.rollouts is not None:
+        return []  # refused as everything that needs an engine
+    problems = []
+    if lag.policy is not None:
+        problems.append(
+            f"parallel.engine_ranks={number} cannot be combined with lag.policy={lag.policy}, "
+            "whose choice may depend on what is generated while a step is trained; set lag.batches"
+        )
+    elif lag.batches == 0:
+        problems.append(
+            f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
+            "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
+            "parallel.engine_ranks"
+        )
+    unsupported = {
+        "lag.partial_rollouts": lag.partial_rollouts is not None,
+        "environment": config.environment is not None,
+        "lora": config.lora is not None,
+        "model.routing_replay": config.model.routing_replay != "none",
+    }
+    problems += [
+        f"parallel.engine_ranks={number} cannot be combined with {name} yet; unset one of them"
+        for name, is_set in unsupported.items()
+        if is_set
     ]
     return problems
 

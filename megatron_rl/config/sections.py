@@ -322,7 +322,7 @@ class ReshardingSection(Section):
 
 
 class ParallelSection(Section):
-    """The actor's layout; tensor * pipeline * context * data = number of processes."""
+    """The actor's layout; tensor * pipeline * context * data = number of processes that train."""
 
     tensor: Count = 1
     """Tensor parallel size."""
@@ -332,6 +332,10 @@ class ParallelSection(Section):
     """Context parallel size: the number of ranks that each sequence is split over."""
     data: Count | None = None
     """Number of data-parallel replicas; null derives it from the number of processes."""
+    engine_ranks: Count | None = None
+    """Number of processes, the last ones, that only generate, in engines of `rollout.tensor` each,
+    while the others train; null generates and trains on all of them in turn
+    (`docs/engine-ranks.md`)."""
     expert: Count = 1
     """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
     * context * data."""

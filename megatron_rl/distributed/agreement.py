@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed.link import Link
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
 from megatron_rl.runtime.joining import machine, own_cores, share_of_cores
 
@@ -27,7 +28,11 @@ def wire_device() -> torch.device:
 
 
 def raise_across_ranks(
-    error: Exception | None, *, doing: str, time_limit: float | None = None
+    error: Exception | None,
+    *,
+    doing: str,
+    time_limit: float | None = None,
+    link: Link | None = None,
 ) -> None:
     """Raise on every rank if any rank has an `error`; collective over all processes.
 
@@ -36,15 +41,13 @@ def raise_across_ranks(
     exchange a single integer.
     time_limit: seconds to wait for the other ranks before raising RankTimeoutError; None: the
         process group's own timeout.
+    link: over all ranks of both its sides; None: of the default process group.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if error is not None:
-            raise _prefixed(error, doing)
+    failed = int(error is not None)
+    if not sum_over_ranks(failed, doing=doing, time_limit=time_limit, link=link):
         return
-    if not sum_over_ranks(int(error is not None), doing=doing, time_limit=time_limit):
-        return
-    messages: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    messages = gather_from_ranks(own, link=link)
     if error is not None:
         raise _prefixed(error, doing)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text is not None]
@@ -84,17 +87,19 @@ def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
     return box[0]
 
 
-def sum_over_ranks(number: int, *, doing: str, time_limit: float | None = None) -> int:
-    """Return the sum of `number` over all ranks; collective.
+def sum_over_ranks(
+    number: int, *, doing: str, time_limit: float | None = None, link: Link | None = None
+) -> int:
+    """Return the sum of `number` over all ranks, with a link of both its sides; collective.
 
     Raises RankTimeoutError if another rank dies or does not join within `time_limit` seconds.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if link is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         return number
-    total = torch.tensor([number], device=wire_device())
+    total = torch.tensor([number], device=wire_device() if link is None else "cpu")
     start = time.monotonic()
     try:
-        work = dist.all_reduce(total, async_op=True)
+        work = dist.all_reduce(total, async_op=True) if link is None else link.all_reduce(total)
         if time_limit is None:
             work.wait()
         else:
@@ -116,8 +121,13 @@ def _prefixed(error: Exception, doing: str) -> Exception:
     return error
 
 
-def gather_from_ranks(value: Any) -> list[Any]:
-    """Return every rank's value in rank order; for small values. Collective."""
+def gather_from_ranks(value: Any, *, link: Link | None = None) -> list[Any]:
+    """Return every rank's value in rank order, with a link of both its sides. Collective.
+
+    For small values.
+    """
+    if link is not None:
+        return link.gather(value)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -77,6 +77,8 @@ class RolloutEngine(Protocol):
 
     layout: EngineLayout
     dtype: torch.dtype
+    shares_devices: bool
+    """Whether it runs on the ranks that train, in turn with the actor."""
 
     @property
     def weight_version(self) -> int:

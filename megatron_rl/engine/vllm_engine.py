@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.config.sections import ReshardingSection, RolloutSection
 from megatron_rl.distributed.agreement import StragglerBarrier
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
@@ -77,7 +78,10 @@ class VllmEngine:
     partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
     adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
     resharding, ranks_per_node: of weight syncs (see `Resharder`). hooks: callbacks to the run.
+    link: joins the trainers, if this rank only generates; None: the actor is in this process.
     """
+
+    shares_devices = True
 
     def __init__(
         self,
@@ -94,12 +98,16 @@ class VllmEngine:
         adapters: AdapterSettings | None = None,
         resharding: ReshardingSection | None = None,
         ranks_per_node: int | None = None,
+        link: Link | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
         self.shape: ModelShape = read_model_shape(model_folder)
-        self.layout = EngineLayout(settings.tensor, topology.world_size, settings.expert_parallel)
+        first = 0 if link is None else link.trainers
+        tensor = settings.tensor
+        self.layout = EngineLayout(tensor, topology.world_size, settings.expert_parallel, first)
+        self._layout_rank = first + topology.rank
         self.layout.check(self.shape)
         on_cuda = topology.device.type == "cuda"
         self.dtype, self.topology, self.max_model_len = dtype, topology, max_model_len
@@ -110,7 +118,8 @@ class VllmEngine:
         self.environment_costs: Mapping[str, float] = {}
         patience = settings.stall_seconds + 2 * CLEAN_UP_SECONDS
         self._work = StragglerBarrier("generating", patience=patience)
-        self._resharder = Resharder(self, resharding or ReshardingSection(), ranks_per_node)
+        resharding = resharding or ReshardingSection()
+        self._resharder = Resharder(self, resharding, ranks_per_node, link)
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=settings.stop_token_ids, texts=settings.stop,
@@ -273,7 +282,7 @@ class VllmEngine:
         of a wrong shape.
         """
         tensors = prepare_tensors(weights, self.shape)
-        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        expected = self.layout.parameter_shapes(self.shape, rank=self._layout_rank)
         tied = self.shape.tied_embeddings
         load = partial(load_tensors, self._llm, tensors, expected=expected, tied_embeddings=tied)
         return self.overwrite(load, version=version)
@@ -306,7 +315,7 @@ class VllmEngine:
         """Return vLLM's own parameters; None if it computes with others (CPU, latent attention)."""
         if self.topology.device.type != "cuda" or self.shape.latent:
             return None
-        expected = self.layout.parameter_shapes(self.shape, rank=self.topology.rank)
+        expected = self.layout.parameter_shapes(self.shape, rank=self._layout_rank)
         return parameters_as_expected(self._llm, expected, shape=self.shape, dtype=self.dtype)
 
     def invalidate(self) -> None:

@@ -12,9 +12,10 @@ from megatron_rl.runtime.processes import cuda_devices
 
 
 def default_world_size(config: Config) -> int:
-    """Number of processes on this machine: one per device, and at least one replica."""
-    replicas = max(cuda_devices() // config.parallel.model_size, 1)
-    return config.parallel.model_size * (config.parallel.data or replicas)
+    """Number of processes on this machine: one per device; at least one replica, and engines."""
+    engines = config.parallel.engine_ranks or 0
+    replicas = max((cuda_devices() - engines) // config.parallel.model_size, 1)
+    return config.parallel.model_size * (config.parallel.data or replicas) + engines
 
 
 def check_layout(config: Config, shape: ModelShape, *, world_size: int) -> None:
@@ -55,7 +56,7 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
             f"{parallel.expert}: Megatron then has no parameters for its other optimizer; add qkv "
             "or proj, or set parallel.expert to 1"
         )
-    replicas = world_size // parallel.model_size
+    replicas = (world_size - (parallel.engine_ranks or 0)) // parallel.model_size
     per_minibatch = (
         rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches
     )
@@ -70,9 +71,10 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
 def engine_layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
     """List the conflicts between process count, layout and vLLM's sharding."""
     rollout, problems = config.rollout, config.process_problems(world_size)
-    if world_size % rollout.tensor == 0:
+    generating = config.parallel.engine_ranks or world_size
+    if generating % rollout.tensor == 0:
         try:
-            EngineLayout(rollout.tensor, world_size, rollout.expert_parallel).check(shape)
+            EngineLayout(rollout.tensor, generating, rollout.expert_parallel).check(shape)
         except ValueError as error:
             problems.append(f"rollout.tensor={rollout.tensor}: {error}; choose another")
     return problems

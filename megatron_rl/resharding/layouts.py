@@ -44,6 +44,11 @@ class ActorLayout:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.world_size)
+
     def depth(self, shape: ModelShape, *, stage: int) -> int:
         """Return the number of layers of a pipeline stage."""
         return sum(map(len, self.layers(shape, stage=stage)))
@@ -105,18 +110,25 @@ class ActorLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """vLLM engines of `tensor` adjacent ranks each, which together use all ranks.
+    """vLLM engines of `tensor` adjacent ranks each, which together use `world_size` ranks.
 
-    expert_parallel: whole experts on each rank instead of a slice of every expert.
+    expert_parallel: whole experts on each rank instead of a slice of every expert. first: rank of
+    the first engine's first rank; the ranks before it are those of the actor, which only train.
     """
 
     tensor: int
     world_size: int
     expert_parallel: bool = False
+    first: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """All ranks of all engines."""
+        return range(self.first, self.first + self.world_size)
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
         """Return `rank`'s coordinates in its engine; ranks with equal ones need equal shards."""
-        return (rank % self.tensor,)
+        return ((rank - self.first) % self.tensor,)
 
     def __str__(self) -> str:
         experts = " expert parallel" if self.expert_parallel else ""
@@ -124,13 +136,13 @@ class EngineLayout:
 
     def check(self, shape: ModelShape) -> None:
         """Raise ValueError if the engines do not use all ranks or cannot shard the model."""
-        self.pieces(shape, rank=0)
+        self.pieces(shape, rank=self.first)
 
     def parameter_shapes(self, shape: ModelShape, *, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shape in which vLLM loads each parameter of its model on `rank`."""
         return vllm_parameter_shapes(
             shape,
-            tp_rank=rank % self.tensor,
+            tp_rank=(rank - self.first) % self.tensor,
             tp_size=self.tensor,
             expert_parallel=self.expert_parallel,
         )
@@ -151,7 +163,7 @@ class EngineLayout:
             )
         return vllm_pieces(
             shape,
-            tp_rank=rank % self.tensor,
+            tp_rank=(rank - self.first) % self.tensor,
             tp_size=self.tensor,
             expert_parallel=self.expert_parallel,
         )
@@ -196,7 +208,7 @@ def largest_module(shape: ModelShape, layout: EngineLayout, *, rank: int = 0) ->
 def group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:
     """Group the ranks that have, or need, equal shards."""
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(layout.world_size):
+    for rank in layout.ranks:
         groups.setdefault(layout.shard_coordinates(rank), []).append(rank)
     return list(groups.values())
 

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.sections import ReshardingSection
-from megatron_rl.distributed.agreement import raise_across_ranks, sum_over_ranks
+from megatron_rl.distributed.agreement import (
+    gather_from_ranks,
+    raise_across_ranks,
+    sum_over_ranks,
+)
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.adapted import LocalWeight
@@ -52,6 +57,7 @@ class FrozenTensors:
         *,
         doing: str,
         time_limit: float,
+        link: Link | None = None,
     ) -> Mapping[str, Tensor]:
         """Return all ranks' frozen tensors; collective if the model has any.
 
@@ -61,8 +67,9 @@ class FrozenTensors:
         if not names:
             return {}
         own = {p.tensor: _on_host(parameters[p.parameter]) for p in pieces if p.tensor in names}
-        if sum_over_ranks(int(not _equal(own, self._own)), doing=doing, time_limit=time_limit):
-            self._own, self._all = own, _gather(own)
+        changed = int(not _equal(own, self._own))
+        if sum_over_ranks(changed, doing=doing, time_limit=time_limit, link=link):
+            self._own, self._all = own, _merge(gather_from_ranks(own, link=link))
         if missing := sorted(names - self._all.keys()):
             raise RuntimeError(f"{doing}: no rank has {missing}")
         return self._all
@@ -77,11 +84,7 @@ def _equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
-def _gather(own: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
-    by_rank: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, own)
+def _merge(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
     for rank, tensors in enumerate(by_rank):
         for name, tensor in tensors.items():
@@ -169,6 +172,24 @@ class WeightReceiver(Protocol):
 
 
 @dataclass(frozen=True)
+class EnginesElsewhere:
+    """Engines on ranks of their own, as a trainer sees them: it sends and receives nothing."""
+
+    layout: EngineLayout
+    dtype: torch.dtype
+
+    def check_idle(self) -> None:
+        """Do nothing: the engines check it."""
+
+    def live_parameters(self) -> Mapping[str, Tensor]:
+        """Return no parameters, which does not exclude writing into those of the engines."""
+        return {}
+
+    def invalidate(self) -> None:
+        """Do nothing: the engines refuse to generate."""
+
+
+@dataclass(frozen=True)
 class SyncStats:
     """Cost of one weight sync: seconds on this rank, bytes summed over all ranks."""
 
@@ -199,7 +220,12 @@ class SyncStats:
 
 
 def check_ends(
-    source: WeightSource, receiver: WeightReceiver, *, doing: str, time_limit: float | None = None
+    source: WeightSource,
+    receiver: WeightReceiver | EnginesElsewhere,
+    *,
+    doing: str,
+    time_limit: float | None = None,
+    link: Link | None = None,
 ) -> Mapping[str, LocalWeight]:
     """Return the source's local parameters once all ranks are ready; collective, read-only.
 
@@ -212,11 +238,12 @@ def check_ends(
         receiver.check_idle()
         parameters = source.named_parameters_local()
         layout, fused = layout_of(source.topology), has_fused_names(parameters)
-        pieces = layout.pieces(source.shape, rank=source.topology.rank, fused=fused)
-        check_parameters(parameters, pieces, layout=layout)
+        if source.topology.rank in layout.ranks:
+            pieces = layout.pieces(source.shape, rank=source.topology.rank, fused=fused)
+            check_parameters(parameters, pieces, layout=layout)
     except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
         error = caught
-    raise_across_ranks(error, doing=doing, time_limit=time_limit)
+    raise_across_ranks(error, doing=doing, time_limit=time_limit, link=link)
     return parameters
 
 
@@ -226,12 +253,15 @@ class Resharder:
 
     The engine's own parameters are written if their layout is the expected one (on CUDA); otherwise
     weights are loaded through vLLM's loaders. ranks_per_node: weights cross between nodes once and
-    are forwarded within each; None: one node.
+    are forwarded within each; None: one node. link: joins trainers, whose receiver is
+    `EnginesElsewhere`, and engines, whose source has no parameters and the link's number of this
+    rank; None: every rank trains and generates.
     """
 
-    receiver: WeightReceiver
+    receiver: WeightReceiver | EnginesElsewhere
     settings: ReshardingSection = field(default_factory=ReshardingSection)
     ranks_per_node: int | None = None
+    link: Link | None = None
     _pushes: int = 0
     _frozen: FrozenTensors = field(default_factory=FrozenTensors)
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
@@ -247,7 +277,9 @@ class Resharder:
         start = time.perf_counter()
         doing = f"weight sync {version}, {layout_of(source.topology)} to {self.receiver.layout}"
         limit = self.settings.time_limit_seconds
-        parameters = check_ends(source, self.receiver, doing=doing, time_limit=limit)
+        parameters = check_ends(
+            source, self.receiver, doing=doing, time_limit=limit, link=self.link
+        )
         try:
             plan, phases = self._transfer(source, parameters, version=version, doing=doing)
         except BaseException as error:
@@ -275,11 +307,11 @@ class Resharder:
         start = time.perf_counter()
         limit, device = self.settings.time_limit_seconds, source.topology.device
         frozen = self._collect_frozen(source, parameters, doing=doing)
-        if not self._pushes and device.type == "cuda":
+        if not self._pushes and device.type == "cuda" and self.link is None:
             # NCCL's first point-to-point message needs a communicator that all ranks create.
             dist.all_reduce(torch.zeros(1, device=device))
         live = self.receiver.live_parameters()
-        if sum_over_ranks(int(live is None), doing=doing, time_limit=limit):
+        if sum_over_ranks(int(live is None), doing=doing, time_limit=limit, link=self.link):
             live = None  # the two modes have different rounds: all ranks use the same one
         plan = self._plan(source, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
@@ -293,6 +325,7 @@ class Resharder:
             "device": device,
             "ledger": Ledger(plan, full=full, dtype=dtype, device=device),
             "time_limit": limit,
+            "link": self.link,
         }
         transfer = (
             Assembly(**common, shapes=tensor_shapes(source.shape))
@@ -301,7 +334,7 @@ class Resharder:
         )
         self._pushes += 1
         load_seconds = self._load(transfer, source, frozen, version=version, doing=doing)
-        changed = _agree_on_names(transfer.changed(), doing=doing, time_limit=limit)
+        changed = _agree_on_names(transfer.changed(), self.link, doing=doing, time_limit=limit)
         if changed:
             more = f" and {len(changed) - 8} more" if changed[8:] else ""
             names = ", ".join(changed[:8]) + more
@@ -335,11 +368,14 @@ class Resharder:
         self, source: WeightSource, parameters: Mapping[str, LocalWeight], *, doing: str
     ) -> Mapping[str, Tensor]:
         """Return the tensors that the exchange would round, from all ranks."""
-        pieces = layout_of(source.topology).pieces(
-            source.shape, rank=source.topology.rank, fused=has_fused_names(parameters)
-        )
-        limit = self.settings.time_limit_seconds
-        return self._frozen.collect(source.shape, pieces, parameters, doing=doing, time_limit=limit)
+        layout, rank, pieces = layout_of(source.topology), source.topology.rank, tuple[Piece, ...]()
+        if rank in layout.ranks:
+            fused = has_fused_names(parameters)
+            pieces = layout.pieces(source.shape, rank=rank, fused=fused)
+        return self._frozen.collect(
+            source.shape, pieces, parameters,
+            doing=doing, time_limit=self.settings.time_limit_seconds, link=self.link,
+        )  # fmt: skip
 
     def _load(
         self,
@@ -354,7 +390,10 @@ class Resharder:
         error: Exception | None = None
         start = time.perf_counter()
         try:
-            if isinstance(transfer, Overwriting):
+            if isinstance(self.receiver, EnginesElsewhere):
+                cache_seconds = 0.0
+                transfer.drain()
+            elif isinstance(transfer, Overwriting):
                 write = writing_frozen(
                     transfer.write,
                     frozen,
@@ -374,16 +413,16 @@ class Resharder:
             error = caught
             transfer.drain()
         seconds = time.perf_counter() - start - sum(transfer.seconds.values())
-        raise_across_ranks(error, doing=doing, time_limit=self.settings.time_limit_seconds)
+        limit = self.settings.time_limit_seconds
+        raise_across_ranks(error, doing=doing, time_limit=limit, link=self.link)
         return seconds
 
 
-def _agree_on_names(names: list[str], *, doing: str, time_limit: float) -> list[str]:
+def _agree_on_names(
+    names: list[str], link: Link | None, *, doing: str, time_limit: float
+) -> list[str]:
     """Return all ranks' names, sorted; only one integer is exchanged if there are none."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return names
-    if not sum_over_ranks(len(names), doing=doing, time_limit=time_limit):
+    if not sum_over_ranks(len(names), doing=doing, time_limit=time_limit, link=link):
         return []
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
+    gathered = gather_from_ranks(names, link=link)
     return sorted({name for names_of_rank in gathered for name in names_of_rank})

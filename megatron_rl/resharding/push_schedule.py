@@ -362,9 +362,10 @@ class Plan:
         block_elements: int | None = None,
         shares: int = 1,
     ) -> None:
-        if source.world_size != destination.world_size:
+        if destination.ranks != source.ranks and destination.first != source.world_size:
             raise ValueError(f"{source} and {destination} have different numbers of ranks")
-        self.world_size, self._node_size = source.world_size, ranks_per_node or source.world_size
+        self.world_size = destination.ranks.stop
+        self._node_size = ranks_per_node or self.world_size
         self._block_elements, self._shares = block_elements, shares
         self._stage_size = source.world_size // source.pipeline
         self._owned = find_owners(shape, source, fused=fused)
@@ -880,11 +881,14 @@ def plan_for_rank(
     )
 
 
+NO_GROUP = -1  # of a rank that only generates
+
+
 class _OwnPart:
     """The messages and local slices of one rank, and the last round in which a tensor arrives."""
 
     def __init__(self, plan: Plan, rank: int, *, direct: bool) -> None:
-        self._plan, self._rank, self._group = plan, rank, plan.group_of[rank]
+        self._plan, self._rank, self._group = plan, rank, plan.group_of.get(rank, NO_GROUP)
         self._direct = direct
         self._rounds: list[dict[int, Message]] = []  # by the identity of the path
         self._ends: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}

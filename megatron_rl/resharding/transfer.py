@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.distributed.link import Link
 from megatron_rl.resharding.adapted import AdaptedWeight, LocalWeight
 from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import Matrix, Piece, parameter_shapes
@@ -296,7 +297,7 @@ class Transfer:
 
     parameters: the actor's, by local name. ledger: records checksums. time_limit: seconds for the
     whole exchange. seconds: time of this rank by phase; `transfer` is the time spent waiting for
-    messages.
+    messages. link: joins engines on ranks of their own; None: torch's default group.
     """
 
     plan: RankPlan
@@ -305,6 +306,7 @@ class Transfer:
     device: torch.device
     ledger: Ledger
     time_limit: float
+    link: Link | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def __post_init__(self) -> None:
@@ -371,13 +373,13 @@ class Transfer:
         self.seconds["pack"] += time.perf_counter() - start
         start = time.perf_counter()
         immediate = (each for each in received if each.message.sender == each.message.source)
-        self._flight = Flight(number, received, _start(sent, immediate))
+        self._flight = Flight(number, received, _start(sent, immediate, self.link))
         self.seconds["transfer"] += time.perf_counter() - start
 
     def _forward(self, flight: Flight) -> list[Any]:
         """Start forwarding within the node, to this rank or from it, of messages of other nodes."""
         forwarded = (each for each in flight.received if each.message.sender != each.message.source)
-        return _start(flight.received, forwarded)
+        return _start(flight.received, forwarded, self.link)
 
     @cached_property
     def _frames(self) -> list[list[Frame]]:
@@ -462,8 +464,13 @@ class Transfer:
         return flight.received
 
 
-def _start(sends: Iterable[Parcel], receives: Iterable[Parcel]) -> list[Any]:
+def _start(sends: Iterable[Parcel], receives: Iterable[Parcel], link: Link | None) -> list[Any]:
     """Start messages; those between two ranks are matched by order, the same on both."""
+    if link is not None:
+        return link.start(
+            sends=[(each.wire, to) for each in sends for to in each.message.to],
+            receives=[(each.wire, each.message.sender) for each in receives],
+        )
     out = [(dist.isend, each, to) for each in sends for to in each.message.to]
     into = [(dist.irecv, each, each.message.sender) for each in receives]
     operations = [dist.P2POp(kind, each.wire, peer) for kind, each, peer in (*out, *into)]

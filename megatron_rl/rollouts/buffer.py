@@ -1,6 +1,6 @@
 """Buffer of generated groups: the queue of new ones and those that may be replayed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.rollouts.schedule import Schedule
@@ -20,17 +20,23 @@ class GroupBuffer:
     # Partially generated groups, whose generated_at_step is 0.
     unfinished: dict[PromptSlot, PromptGroup] = field(default_factory=dict)
 
-    def missing(self, step: int) -> list[list[PromptSlot]]:
-        """Slots to generate now, grouped by their step."""
-        lacking = [slot for slot in self.schedule.due(step) if slot not in self.groups]
+    def missing(self, step: int, *, arrived: Collection[PromptSlot] = ()) -> list[list[PromptSlot]]:
+        """Slots to generate now, grouped by their step.
+
+        arrived: slots whose groups are not inserted yet.
+        """
+        filled = self.groups.keys() | set(arrived)
+        lacking = [slot for slot in self.schedule.due(step) if slot not in filled]
         steps = sorted({slot.step for slot in lacking})
         return [[slot for slot in lacking if slot.step == one] for one in steps]
 
-    def next_empty_slots(self, step: int) -> list[PromptSlot]:
+    def next_empty_slots(
+        self, step: int, *, arrived: Collection[PromptSlot] = ()
+    ) -> list[PromptSlot]:
         """Slots of the first later step that are empty and not due yet; last first."""
-        due = set(self.schedule.due(step))
+        used = {*self.schedule.due(step), *self.groups, *arrived}
         for later in range(step + 1, self.schedule.steps + 1):
-            free = [s for s in self.schedule.slots(later) if s not in self.groups and s not in due]
+            free = [slot for slot in self.schedule.slots(later) if slot not in used]
             if free:
                 return free[::-1]  # the prompts of the step's other slots are used in their order
         return []

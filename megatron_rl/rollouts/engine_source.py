@@ -10,7 +10,7 @@ from megatron_rl.data.prompts import PromptOrder
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
 from megatron_rl.rollouts.batch_metrics import environment_metrics, generation_metrics
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
-from megatron_rl.rollouts.dynamic_sampling import Answers, DynamicSampling, Request
+from megatron_rl.rollouts.dynamic_sampling import Answers, DynamicSampling, Filled, Request
 from megatron_rl.rollouts.engine_check import check_engine_of_run
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.groups import build_groups
@@ -50,9 +50,8 @@ class EngineSource(RolloutSource):
         clock, buffer = self.run.clock, self.run.buffer
         with clock.phase("rollout"):
             missing, spare = buffer.missing(step), buffer.next_empty_slots(step)
-        generated = self.fill(missing, spare, step) if missing else []
-        self.grader.check(prompts=self.run.min_prompts_to_check)
-        return generated
+        filled = self.fill(missing, spare, step) if missing else []
+        return pack_filled(self.run, filled, step, updates=self.run.actor.updates)
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         with self.run.clock.phase("behavior"):
@@ -62,24 +61,17 @@ class EngineSource(RolloutSource):
 
     def fill(
         self, parts: Sequence[Sequence[PromptSlot]], spare: list[PromptSlot], step: int
-    ) -> list[RolloutBatch]:
-        """Return one batch for each part, the slots of one step, packed with its advantages.
+    ) -> list[Filled]:
+        """Fill each part, the slots of one step, with graded rollouts.
 
         All responses are generated in one call, because the same weights generate them. With
-        dynamic sampling further batches may follow, which fill some of the `spare` slots.
+        dynamic sampling more may follow, which fill some of the `spare` slots.
         """
         if self.conversations is not None:
             self.conversations.record(f"step_{step:06d}")
         filled = self.sampling.fill(parts, ask=self.answer, spare=spare)
-        config, updates = self.run.config, self.run.actor.updates
-        with self.run.clock.phase("pack"):
-            return [
-                self.run.pack(
-                    build_groups(rollouts, slots, config=config, step=step, updates=updates),
-                    engine_seconds=seconds,
-                )
-                for slots, rollouts, seconds in filled
-            ]
+        self.grader.check(prompts=self.run.min_prompts_to_check)
+        return filled
 
     def answer(self, requests: Sequence[Request]) -> Answers:
         """Generate and grade responses to the prompts of all requests in one call.
@@ -141,6 +133,27 @@ class EngineSource(RolloutSource):
 
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         seconds = self.run.clock.seconds.get("rollout", 0.0)
+        return generation_metrics(fresh, self.pop_costs(), seconds=seconds)
+
+    def pop_costs(self) -> dict[str, float]:
+        """Return and reset the costs of dynamic sampling and of environments."""
         costs = self.sampling.pop_costs() | environment_metrics(self.environment_costs)
         self.environment_costs.clear()
-        return generation_metrics(fresh, costs, seconds=seconds)
+        return costs
+
+
+def pack_filled(
+    run: RunContext, filled: Sequence[Filled], step: int, *, updates: int
+) -> list[RolloutBatch]:
+    """Pack the rollouts generated in `step`, after `updates` updates, with their advantages.
+
+    Returns one batch for the slots of each part. Collective.
+    """
+    with run.clock.phase("pack"):
+        return [
+            run.pack(
+                build_groups(rollouts, slots, config=run.config, step=step, updates=updates),
+                engine_seconds=seconds,
+            )
+            for slots, rollouts, seconds in filled
+        ]

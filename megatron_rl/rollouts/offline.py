@@ -279,6 +279,7 @@ class NoEngine:
 
     engine_seconds: tuple[float, ...] = ()
     weight_version = -1
+    shares_devices = True
 
     def sleep(self) -> None: ...
 

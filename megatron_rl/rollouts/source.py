@@ -46,12 +46,11 @@ class RunContext:
 class RolloutSource(Protocol):
     """Source of the rollout batches that are trained; every rank calls it in the same order.
 
-    `EngineSource` generates whole responses, `PartialRolloutSource` continues them window by window
+    `EngineSource` generates whole responses, `RemoteSource` lets engines on ranks of their own
+    generate them while a step is trained, `PartialRolloutSource` continues them window by window
     while the weights change, and `OfflineSource` reads them from files. A new way of generating is
-    a fourth class with these methods, chosen in `trainer/build.py`. Engines on devices of their own
-    would start the next generation in `generate` and return the batches that are finished, with the
-    buffer as their queue. Conversations with environments are responses of `EngineSource` that have
-    observed tokens. Neither changes the training loop.
+    a class with these methods, chosen in `trainer/build.py`. Conversations with environments are
+    responses of `EngineSource` that have observed tokens.
     """
 
     @property
@@ -71,11 +70,22 @@ class RolloutSource(Protocol):
         """Return graded batches of the groups that the buffer is missing; the engine is awake."""
         ...
 
+    def start(self, step: int) -> None:
+        """Let engines on ranks of their own generate for `step`, if they have its weights."""
+        return
+
+    def collect(self, step: int) -> list[RolloutBatch]:
+        """Return batches for later steps that were generated while `step` was trained.
+
+        They go through `score` like those of `generate`.
+        """
+        return []
+
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         """Return the batches that this step adds to the buffer, with behavior log-probs.
 
-        The engine sleeps. The actor is still the policy that generated them, however much later
-        they are trained; log-probs stay as they are from here on.
+        The policy that generated them computes these, however much later they are trained:
+        log-probs stay as they are from here on.
         """
         ...
 

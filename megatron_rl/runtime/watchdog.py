@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,7 @@ class Heartbeat:
         self._start = place * SLOT_BYTES if board is not None else 0
         self._budget, self._budgets = budget, dict(budgets or {})
         self._count = 0
+        self.also: Callable[[], object] = lambda: None  # called at every progress
         self._now = "start", self._budget_of("start")
         self._write()
 
@@ -107,6 +108,7 @@ class Heartbeat:
         main = threading.main_thread().ident or 0
         data = _NUMBERS.pack(os.getpid(), main, self._count, budget) + bytes([len(name)]) + name
         self._board[self._start : self._start + len(data)] = data
+        self.also()
 
 
 SIGNAL = signal.SIGUSR2  # makes a rank write its stacks

@@ -2,11 +2,14 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
+from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
 from megatron_rl.actor.reference import ReferencePolicy
@@ -18,15 +21,19 @@ from megatron_rl.distributed.agreement import (
     run_on_rank_0,
     sync_errors_across_ranks,
 )
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
+from megatron_rl.engine.remote import RemoteEngine
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.trials import vote_problems
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import EnginesElsewhere, LocalWeights, Resharder
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
@@ -41,6 +48,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
+from megatron_rl.rollouts.remote_source import RemoteSource
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
@@ -57,7 +65,8 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.engine_ranks import actor_topology, serve
+from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
@@ -84,12 +93,73 @@ def run_training(
     if rank == 0:
         directory.lock()
     # A barrier: no rank still checks the directory when rank 0 writes to it.
+    with join_link(config) as link:
+        if link is not None and link.is_engine:
+            _generate(config, link, shape, directory, interruption or Interruption())
+            return
+        _train(
+            config, objective, shape, directory, link,
+            rank=rank, start=start, interruption=interruption or Interruption(),
+        )  # fmt: skip
+
+
+def _generate(
+    config: Config,
+    link: Link,
+    shape: ModelShape,
+    directory: RunDirectory,
+    interruption: Interruption,
+) -> None:
+    """Generate on the ranks of this side of the link until the trainers end."""
+    topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
+    progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
+    link.on_wait, progress.also = progress.count, link.advance
+    console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
+    _, config = link.next_order()
+    folder = directory.prompts.with_name("prompts_of_engines")
+    with (
+        share_prompt_sets(config, shape, folder, echo=console.echo) as prompts,
+        build_verifiers(config, topology, directory) as pool,
+    ):
+        _start_verifiers(pool, prompts.training[0], config)
+        hooks = EngineHooks(on_step=progress.count, should_stop=link.is_over)
+        engine = build_engine(config, topology, hooks=hooks, link=link)
+        clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
+        run = RunContext(
+            config, cast(MegatronActor, None), cast(PolicyObjective, None),
+            GroupBuffer(build_schedule(config)), console, clock,
+        )  # fmt: skip
+        grader = Grader(pool, topology, progress.count)
+        recorder = cast(Recorder, None)  # the trainers record
+        serve(
+            link,
+            EngineSource(run, engine, grader, prompts, BehaviorLogprobs()),
+            Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
+            weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
+            interruption=interruption,
+        )
+
+
+def _train(
+    config: Config,
+    objective: PolicyObjective,
+    shape: ModelShape,
+    directory: RunDirectory,
+    link: Link | None,
+    *,
+    rank: int,
+    start: StartUp,
+    interruption: Interruption,
+) -> None:
+    """Train on the ranks of this side of the link, or on all."""
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
     progress, unwatched = watch(config, directory, rank=rank)
+    if link is not None:
+        link.on_wait, progress.also = progress.count, link.advance
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )
-    for line in (unwatched, _describe(config, world_size), describe_slow_packs(config)):
+    for line in (unwatched, _describe(config, topology.world_size), describe_slow_packs(config)):
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
@@ -102,6 +172,8 @@ def run_training(
         for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
         config = choose_verifier(config, directory, prompts.training, echo=console.echo)
+        if link is not None:
+            link.order("config", config)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -113,9 +185,10 @@ def run_training(
                 topology=topology,
                 grader=Grader(pool, topology, progress.count),
                 conversations=conversations,
-                interruption=interruption or Interruption(),
+                interruption=interruption,
                 start=start,
                 progress=progress,
+                link=link,
             )
             with trainer.recorder:
                 trainer.train()
@@ -133,6 +206,21 @@ def export(actor: MegatronActor, directory: RunDirectory, progress: ProgressCall
     lora = actor.settings.lora
     if lora is not None and peft_problem(actor.shape, lora.targets) is None:
         export_adapters(actor, directory.adapter)
+
+
+@contextmanager
+def join_link(config: Config) -> Iterator[Link | None]:
+    """Join the link of ranks that train and ranks that generate; None if all do both."""
+    if config.parallel.engine_ranks is None:
+        yield None
+        return
+    silence = longest_silence(config)
+    with groups.join_sides(
+        engine_ranks=config.parallel.engine_ranks,
+        timeout=collective_timeout(config),
+        patience=silence + GRACE,
+    ) as link:
+        yield link
 
 
 def _ranks_per_node(topology: Topology) -> int:
@@ -162,6 +250,7 @@ def _build_trainer(
     interruption: Interruption,
     start: StartUp,
     progress: Heartbeat,
+    link: Link | None = None,
 ) -> Trainer:
     writer = directory if topology.rank == 0 else None
     settings = build_actor_settings(config, topology)
@@ -188,15 +277,15 @@ def _build_trainer(
     run = RunContext(config, actor, objective, buffer, console, clock)
     engine, source = _build_source(
         run, grader, prompts, conversations,
-        start=start, progress=progress, interruption=interruption,
+        start=start, progress=progress, interruption=interruption, link=link,
     )  # fmt: skip
     return Trainer(
         run=run,
         engine=engine,
         source=source,
         selector=BatchSelector(run, reference),
-        evaluator=Evaluator(
-            config, engine, grader, prompts.evaluation, recorder, console, conversations
+        evaluator=(Evaluator if link is None else RemoteEvaluator)(
+            config, cast(Any, engine), grader, prompts.evaluation, recorder, console, conversations
         ),
         checkpoints=checkpoints,
         recorder=recorder,
@@ -227,10 +316,21 @@ def _build_source(
     start: StartUp,
     progress: Heartbeat,
     interruption: Interruption,
+    link: Link | None,
 ) -> tuple[RolloutEngine, RolloutSource]:
     """Build the source of rollouts and its engine: files, partial rollouts, or whole responses."""
     config = run.config
     behavior = build_behavior_logprobs(config, run.actor)
+    if link is not None:
+        first, settings = link.trainers, config.rollout
+        layout = EngineLayout(settings.tensor, link.engines, settings.expert_parallel, first)
+        receiver = EnginesElsewhere(layout, compute_dtype(config, run.actor.topology))
+        ranks = _ranks_per_node(run.actor.topology)
+        remote = RemoteEngine(link, Resharder(receiver, config.resharding, ranks, link))
+        start.ended("vllm")
+        return cast(RolloutEngine, remote), RemoteSource(
+            run, link, remote, prompts.training, behavior
+        )
     if config.offline.rollouts is not None:
         rollouts = OfflineRollouts.load(config, run.console.echo)
         start.ended("rollouts")
@@ -289,7 +389,11 @@ def build_verifiers(config: Config, topology: Topology, directory: RunDirectory)
 
 
 def build_engine(
-    config: Config, topology: Topology, *, hooks: EngineHooks | None = None
+    config: Config,
+    topology: Topology,
+    *,
+    hooks: EngineHooks | None = None,
+    link: Link | None = None,
 ) -> VllmEngine:
     """Start this rank's rollout engine; its weights arrive with the first weight sync."""
     return VllmEngine(
@@ -306,13 +410,14 @@ def build_engine(
         resharding=config.resharding,
         ranks_per_node=_ranks_per_node(topology),
         hooks=hooks,
+        link=link,
     )
 
 
 def _describe(config: Config, world_size: int) -> str:
     parallel = config.parallel
     replicas = world_size // parallel.model_size
-    rollout, trainer = config.rollout, config.trainer
+    rollout, trainer, engines = config.rollout, config.trainer, parallel.engine_ranks
     extra = f", expert {parallel.expert}" if parallel.expert > 1 else ""
     if parallel.expert > 1 and parallel.expert_tensor_size > 1:
         extra += f" x tensor {parallel.expert_tensor_size}"
@@ -325,5 +430,6 @@ def _describe(config: Config, world_size: int) -> str:
         f"{world_size} process{'es' if world_size > 1 else ''}: "
         f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
         f"context {parallel.context}, data {replicas}{extra}; "
-        f"vLLM {world_size // rollout.tensor} x tensor {rollout.tensor}"
+        + (f"{engines} more: " if engines else "")
+        + f"vLLM {(engines or world_size) // rollout.tensor} x tensor {rollout.tensor}"
     )

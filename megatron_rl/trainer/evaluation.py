@@ -17,11 +17,13 @@ with equal weights.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
+from megatron_rl.engine.remote import RemoteEngine
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
@@ -144,10 +146,16 @@ class Evaluator:
     console: Console
     conversations: ConversationSettings | None = None  # None: one turn
 
+    def is_due(self, step: int) -> bool:
+        """True every `eval.every` steps and after the last one."""
+        return step == self.config.trainer.steps or step % self.config.eval.every == 0
+
     def evaluate_if_due(self, step: int) -> dict[str, float]:
-        """Evaluate every `eval.every` steps and after the last one; otherwise return nothing."""
-        last = step == self.config.trainer.steps
-        return self.evaluate(step) if last or step % self.config.eval.every == 0 else {}
+        """Evaluate if it is due; otherwise return nothing."""
+        return self.evaluate(step) if self.is_due(step) else {}
+
+    def start_if_due(self, step: int) -> None:
+        """Let engines on ranks of their own begin with an evaluation that is due."""
 
     @property
     def samples(self) -> int:
@@ -178,7 +186,8 @@ class Evaluator:
                     f"{described[TIME_LIMIT_KEY]:.2%}, verifier failed {described[FAILED_KEY]:.2%})"
                     " and count as wrong"
                 )
-        self.grader.check(prompts=2)
+        if self.engine.shares_devices:  # else the ranks that grade do this
+            self.grader.check(prompts=2)
         metrics |= {
             f"eval_macro/{score}": sum(values) / len(values) for score, values in by_name.items()
         }
@@ -196,6 +205,12 @@ class Evaluator:
 
     def answer(self, name: str, step: int) -> list[Rollout]:
         """Generate, grade and record responses to a set, problem after problem."""
+        rollouts = self.generate(name)
+        self.recorder.record_evaluation(name, step, rollouts)
+        return rollouts
+
+    def generate(self, name: str) -> list[Rollout]:
+        """Generate and grade responses to a set."""
         settings, prompts = self.config.eval, self.sets[name]
         with self.console.progress(f"eval {name}") as advance:
             responses = self.engine.generate(
@@ -212,9 +227,37 @@ class Evaluator:
                 on_all_ranks=False,
                 conversations=self.conversations,
             )
-        rollouts = self.grader.finish(prompts, responses)
-        self.recorder.record_evaluation(name, step, rollouts)
-        return rollouts
+        return self.grader.finish(prompts, responses)
+
+
+@dataclass
+class RemoteEvaluator(Evaluator):
+    """Evaluates on engines of other ranks, which also grade."""
+
+    _is_started: bool = False
+
+    @property
+    def remote(self) -> RemoteEngine:
+        """The engine, which is one of other ranks."""
+        return cast(RemoteEngine, self.engine)
+
+    def start_if_due(self, step: int) -> None:
+        if self.is_due(step):
+            self._start()
+
+    def _start(self) -> None:
+        for name in self.sets:
+            self.remote.link.order("evaluate", name)
+        self._is_started = True
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        if not self._is_started:  # before the first step
+            self._start()
+        self._is_started = False
+        return super().evaluate(step)
+
+    def generate(self, name: str) -> list[Rollout]:
+        return self.remote.evaluated()
 
 
 TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"

@@ -80,9 +80,13 @@ class Trainer:
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
             self.train_epochs(step_progress, batch)
+        later = self.source.collect(step)  # from engines on ranks of their own
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
             self.self_tests.after_weight_sync(step)
+        self.evaluator.start_if_due(step)
+        self.source.start(step + 1)
+        self.keep(step_progress, later)
         with self.clock.phase("checkpoint"):  # before an evaluation that may fail
             self.checkpoints.save_if_due(self.actor, step)
         with self.clock.phase("eval"):
@@ -104,6 +108,17 @@ class Trainer:
             groups = self.source.restorable(fresh)
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
+
+    def keep(self, step_progress: StepProgress, later: list[RolloutBatch]) -> None:
+        """Score and insert batches that were generated during a step, as if it had been before."""
+        if not later:
+            return
+        fresh = self.source.score(step_progress.step, later)
+        with self.clock.phase("record"):
+            self.run.buffer.insert(group for batch in fresh for group in batch.groups)
+            step_progress.generated = self.source.metrics(fresh)
+            groups = self.source.restorable(fresh)
+            self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
 
     def train_epochs(self, step_progress: StepProgress, batch: RolloutBatch) -> None:
         """Make the remaining updates of a step; early stopping may end them."""
@@ -144,5 +159,6 @@ class Trainer:
         """Send the actor's weights to the engine; raises unless all parameters arrive."""
         with sync_errors_across_ranks(doing="checking the weights before they are sent"):
             self.actor.check_weights()
-        self.actor.sleep()  # the device is the engine's, which wakes up as weights arrive
+        if self.engine.shares_devices:
+            self.actor.sleep()  # the device is the engine's, which wakes up as weights arrive
         return self.engine.sync_weights(self.actor, version=version).to_metrics()

@@ -31,10 +31,13 @@ def longest_silence(config: Config) -> float:
     return max(2 * stall, config.resharding.time_limit_seconds + GRACE)
 
 
-def watch(config: Config, directory: RunDirectory, *, rank: int) -> tuple[Heartbeat, str | None]:
+def watch(
+    config: Config, directory: RunDirectory, *, rank: int, first: int = 0
+) -> tuple[Heartbeat, str | None]:
     """Start one watchdog process per node; returns this rank's heartbeat and a warning. Collective.
 
-    The warning is the reason why no watchdog could be started.
+    The warning is the reason why no watchdog could be started. first: the number that reports give
+    to rank 0, where other ranks have groups of their own.
     """
     stall = config.trainer.stall_seconds
     if stall is None:
@@ -57,7 +60,8 @@ def watch(config: Config, directory: RunDirectory, *, rank: int) -> tuple[Heartb
                 problem = error
         is_open = gather_from_ranks(progress is not None)
         if place == 0 and folder is not None and all(is_open[other] for other in ranks):
-            _start_watcher(folder, ranks, reports=directory.stalls)
+            named = [first + other for other in ranks]
+            _start_watcher(folder, named, reports=directory.stalls)
     if not all(is_open):
         return Heartbeat(), f"hangs will not be detected: the watchdog cannot start ({problem})"
     assert progress is not None

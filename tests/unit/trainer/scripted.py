@@ -158,6 +158,7 @@ class ScriptedEngine:
     order: Callable = iter  # in which responses end
     weight_version: int = -1
     engine_seconds: tuple = (1.0, 3.0)
+    shares_devices: bool = True
     solved: tuple = ()  # prompts that every response solves
 
     def text(self, prompt, sample):

@@ -1,0 +1,225 @@
+"""The link between ranks that only train and ranks that only generate.
+
+Each side has a default process group of its own, so that Megatron, vLLM and every collective of
+this package see a world that consists of their side. The link is one more group, of all ranks:
+the trainers first, then the engines. torch has no record of it, because the same rank of two
+default groups would be ambiguous; it is used through this class alone.
+
+Trainers send orders, small and in order, and engines answer some of them with results. Weights are
+exchanged by both sides at once, when an order says so.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn, Self
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
+from megatron_rl.runtime.interruption import RunInterrupted
+
+WEIGHTS, RESULTS = 0, 1  # tags of messages
+_REPORT_INTERVAL = 1.0  # seconds between two reports of progress
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two polls of the store
+_END_SECONDS = 60.0  # that rank 0 waits for the others at the end
+_OVER = "over"  # key: the trainers have ended
+_FAILED = "failed"  # key of the first error of any rank
+
+
+@dataclass
+class Link:
+    """Group of all ranks of both sides, as one of them.
+
+    rank: of all ranks, of which the first `trainers` train and the last `engines` generate.
+    store: torch's Store, reached by all ranks. patience: seconds to wait for the other side while
+    it makes no progress. on_wait: called at least four times per second while waiting.
+    """
+
+    rank: int
+    trainers: int
+    engines: int
+    store: Any
+    timeout: timedelta
+    patience: float = float("inf")
+    on_wait: Callable[[], object] = lambda: None
+    _gathers: int = 0
+    _orders: int = 0
+    _results: int = 0
+    _sending: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _reported: float = 0.0  # when this rank last reported its progress
+    _is_waiting: bool = False
+    _asked: float = 0.0  # when this rank last asked for the end
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        size = self.trainers + self.engines
+        with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # few pairs exchange anything
+            self._host: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore("link host", self.store), self.rank, size, self.timeout
+            )
+        self._device: Any = None
+        if torch.cuda.is_available():
+            store = dist.PrefixStore("link device", self.store)
+            options = dist.ProcessGroupNCCL.Options()
+            self._device = dist.ProcessGroupNCCL(store, self.rank, size, options)
+
+    @property
+    def is_engine(self) -> bool:
+        """True on a rank that only generates."""
+        return self.rank >= self.trainers
+
+    def all_reduce(self, total: Tensor) -> Any:
+        """Start summing a tensor on the host over all ranks; returns the work to wait for."""
+        return self._host.allreduce([total])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value in rank order; for small values. Collective."""
+        self._gathers += 1
+        name = f"gather {self._gathers}"
+        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
+        ranks = range(self.trainers + self.engines)
+        return [pickle.loads(self.store.get(f"{name}/{rank}")) for rank in ranks]
+
+    def start(
+        self, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[Any]:
+        """Start messages to and from ranks, in the order of both; returns the work to wait for."""
+        on_device = any(tensor.is_cuda for tensor, _ in (*sends, *receives))
+        group = self._device if on_device else self._host
+        if on_device:  # NCCL starts the messages of a group at once
+            group._start_coalescing(torch.device("cuda"))
+        work = [group.send([tensor], to, WEIGHTS) for tensor, to in sends]
+        work += [group.recv([tensor], sender, WEIGHTS) for tensor, sender in receives]
+        return [group._end_coalescing(torch.device("cuda"))] if on_device else work
+
+    def order(self, kind: str, *arguments: Any) -> None:
+        """Send the engines an order; called by every trainer, sent by the first."""
+        assert not self.is_engine
+        if self.rank == 0:
+            self.store.set(f"order {self._orders}", pickle.dumps((kind, *arguments)))
+        self._orders += 1
+
+    def next_order(self) -> tuple[Any, ...]:
+        """Wait for the next order of the trainers; the same on every engine rank."""
+        assert self.is_engine
+        order: tuple[Any, ...] = pickle.loads(self._wait_for(f"order {self._orders}"))
+        self._orders += 1
+        return order
+
+    def post(self, result: Any) -> None:
+        """Send the trainers a result, without waiting; called by every engine rank."""
+        assert self.is_engine
+        if self.rank == self.trainers:
+            data = torch.frombuffer(bytearray(pickle.dumps(result)), dtype=torch.uint8)
+            # Announced first: the first message between two ranks waits for both.
+            self.store.set(f"result {self._results}", str(len(data)))
+            self._sending.append((data, self._host.send([data], 0, RESULTS)))
+        self._results += 1
+
+    def flush(self) -> None:
+        """Release the memory of results, which the trainers must have taken."""
+        for _, work in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def take(self) -> Any:
+        """Wait for the next result; returns it on the first trainer and None on the others."""
+        assert not self.is_engine
+        size = int(self._wait_for(f"result {self._results}"))
+        self._results += 1
+        if self.rank:
+            return None
+        data = torch.empty(size, dtype=torch.uint8)
+        self._host.recv([data], self.trainers, RESULTS).wait()
+        return pickle.loads(data.numpy().data)
+
+    def advance(self) -> None:
+        """Report that this rank makes progress, at most once per second."""
+        now = time.monotonic()
+        if self._is_waiting or now - self._reported < _REPORT_INTERVAL:
+            return
+        self._reported = now
+        self.store.add(_progress_key(is_engine=self.is_engine), 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *trace: object
+    ) -> None:
+        """End the other side as this one ends; rank 0, which has the store, leaves last."""
+        if error is not None and not isinstance(error, RunInterrupted):
+            self.fail(error)
+            return
+        try:
+            if not self.is_engine:
+                self.store.set(_OVER, "")
+                self.order("end" if error is None else "interrupted")
+            self.store.add("left", 1)
+            end = time.monotonic() + _END_SECONDS
+            everyone = self.trainers + self.engines
+            while not self.rank and self.store.add("left", 0) < everyone and time.monotonic() < end:
+                time.sleep(_LONGEST_PAUSE)
+        except RuntimeError:  # rank 0 has waited in vain and is gone
+            return
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error of this rank, so that the other side raises too; the first one stays."""
+        text = f"rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            self.store.compare_set(_FAILED, "", text)
+        except RuntimeError:  # rank 0 is gone, and the store with it
+            return
+
+    def is_over(self) -> bool:
+        """True if the trainers have ended or a rank has failed; asks at most once per second."""
+        now = time.monotonic()
+        if now - self._asked >= _REPORT_INTERVAL:
+            self._asked = now
+            self._is_over = self.store.check([_OVER]) or self.store.check([_FAILED])
+        return self._is_over
+
+    def _wait_for(self, key: str) -> bytes:
+        """Return the value of a key of the store as soon as it exists."""
+        self._is_waiting = True
+        since, progress, pause = time.monotonic(), -1, _SHORTEST_PAUSE
+        try:
+            while not self.store.check([key]):
+                if self.store.check([_FAILED]):
+                    raise OtherRankError(self.store.get(_FAILED).decode())
+                self.on_wait()
+                now = self.store.add(_progress_key(is_engine=not self.is_engine), 0)
+                if now != progress:
+                    progress, since = now, time.monotonic()
+                elif time.monotonic() - since > self.patience:
+                    self._raise_late(key)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            return self.store.get(key)
+        except (RankTimeoutError, OtherRankError):
+            raise
+        except RuntimeError as error:  # includes torch's DistNetworkError and DistStoreError
+            raise RankTimeoutError(
+                f"rank {self.rank} waits for {key}, but rank 0 does not respond: {error}"
+            ) from error
+        finally:
+            self._is_waiting = False
+
+    def _raise_late(self, key: str) -> NoReturn:
+        first, last = self.trainers, self.trainers + self.engines - 1
+        others = f"ranks 0 to {first - 1}, which train," if self.is_engine else ""
+        others = others or f"ranks {first} to {last}, which generate,"
+        raise RankTimeoutError(
+            f"rank {self.rank} waits for {key}: {others} made no progress for {self.patience:g} s"
+        )
+
+
+def _progress_key(*, is_engine: bool) -> str:
+    return "progress of engines" if is_engine else "progress of trainers"

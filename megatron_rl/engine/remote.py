@@ -1,0 +1,100 @@
+"""Engines on ranks of their own, as the ranks that train see them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.data.token_rows import WRITER, remote_row
+from megatron_rl.distributed.link import Link
+from megatron_rl.resharding.layouts import EngineLayout
+from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
+from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
+
+
+def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
+    """Share what the first trainer has received; the others get no tokens. Collective.
+
+    Afterwards it owns all responses (`types.Response.owner`).
+    """
+    if dist.get_world_size() == 1:
+        assert rollouts is not None
+        return rollouts
+    box: list[Any] = [None]
+    if rollouts is not None:
+        rollouts = [replace(one, response=replace(one.response, owner=WRITER)) for one in rollouts]
+        box = [[replace(one, response=_without_tokens(one.response)) for one in rollouts]]
+    dist.broadcast_object_list(box)
+    return box[0] if rollouts is None else rollouts
+
+
+def _without_tokens(response: Response) -> Response:
+    return replace(
+        response,
+        token_ids=remote_row(len(response.token_ids)),
+        rollout_logprobs=remote_row(len(response.rollout_logprobs)),
+        text="",
+        messages=(),
+    )
+
+
+@dataclass
+class RemoteEngine:
+    """The part of `RolloutEngine` that whole responses need, as orders to the engines of a link.
+
+    `trainer/engine_ranks.py` executes them.
+    """
+
+    link: Link
+    resharder: Resharder
+    environment_costs: Mapping[str, float] = field(default_factory=dict)
+    shares_devices = False
+    _version: int = -1
+
+    @property
+    def layout(self) -> EngineLayout:
+        """The ranks of all engines."""
+        return self.resharder.receiver.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the engines' weights."""
+        return self.resharder.receiver.dtype
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings | Sequence[SamplingSettings],
+        **how: Any,
+    ) -> list[Response]:
+        """Return responses on every trainer. Collective."""
+        assert not how, f"{sorted(how)} of a call on other ranks"
+        self.link.order("responses", list(prompts), samples, sampling)
+        box = [self.link.take()]
+        if dist.get_world_size() > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    def evaluated(self) -> list[Rollout]:
+        """Return graded rollouts of the next evaluation set, in the order of `evaluate` orders.
+
+        Only the first trainer has their tokens. Collective.
+        """
+        return share_rollouts(self.link.take())
+
+    def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
+        self.link.order("weights", version)
+        stats = self.resharder.push(actor, version=version)
+        self._version = version
+        return stats
+
+    def sleep(self) -> None:
+        """Do nothing: the engines have devices of their own."""
