@@ -36,6 +36,32 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
     `datasets`), whose structs have a null for each key that only other rows have; these are removed
     at any depth.
     """
+    messages = _convert(value, key=key, from_table=from_table)
+    last = messages[-1]
+    if last["role"] == "assistant":
+        raise UserError(
+            f"{key} ends with a message of the assistant, so the policy would be shown a solution; "
+            "remove that message, or name the column of the question as data.columns.prompt"
+        )
+    if last["role"] == "user" and not last["content"].strip():
+        raise UserError(f"{key} ends with a message of the user without text; give it one")
+    _refuse_empty(messages, value, key=key)
+    return messages
+
+
+def parse_conversation(value: Any, *, key: str, from_table: bool = False) -> tuple[Message, ...]:
+    """Convert messages as `parse_messages` does; they may end with the assistant's."""
+    messages = _convert(value, key=key, from_table=from_table)
+    _refuse_empty(messages, value, key=key)
+    return messages
+
+
+def _refuse_empty(messages: Sequence[Message], value: Any, *, key: str) -> None:
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+        raise UserError(f"{key} has messages without any text, {value!r:.80}; give them one")
+
+
+def _convert(value: Any, *, key: str, from_table: bool) -> tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         if not _is_written_list(value):
             return ({"role": "user", "content": value},)
@@ -54,16 +80,6 @@ def parse_messages(value: Any, *, key: str, from_table: bool = False) -> tuple[M
             messages.append(parse_message(_parse_json(message)))
         except UserError as error:
             raise UserError(f"{key}, message {place}: {error}") from None
-    if messages[-1]["role"] == "assistant":
-        raise UserError(
-            f"{key} ends with a message of the assistant, so the policy would be shown a solution; "
-            "remove that message, or name the column of the question as data.columns.prompt"
-        )
-    last = messages[-1]
-    if last["role"] == "user" and not last["content"].strip():
-        raise UserError(f"{key} ends with a message of the user without text; give it one")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
-        raise UserError(f"{key} has messages without any text, {value!r:.80}; give them one")
     return tuple(messages)
 
 

@@ -21,6 +21,15 @@ FinishReason = Literal["stop", "length", "unfinished", "lost"]
 
 
 @dataclass(frozen=True)
+class Demonstration:
+    """A given answer to a prompt, in the form of a `Response`."""
+
+    token_ids: tuple[int, ...]  # [K]
+    observed: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A prompt: chat messages, their token ids, and the ground truth."""
 
@@ -32,6 +41,7 @@ class Prompt:
     row: str = "{}"  # the whole row of the prompt set, as JSON
     text: str = ""  # what token_ids decode to, special tokens included; empty: not decoded
     tools: tuple[dict[str, Any], ...] = ()  # schemas that the chat template shows
+    demonstration: Demonstration | None = None  # of a conversation that is trained as it is
 
 
 @dataclass(frozen=True)
@@ -255,6 +265,8 @@ class TokenBatch:
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None
+    # The behavior policy is the policy itself, so that ratios are 1: demonstrations
+    on_policy: bool = False
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:

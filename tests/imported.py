@@ -5,8 +5,10 @@
 
 import gc
 import importlib
+import os
 
 import pyarrow
+import torch.distributed as dist
 
 from megatron_rl.commands.train import rank_modules
 from megatron_rl.runtime.processes import prepare_environment, quiet_libraries
@@ -21,6 +23,25 @@ prepare_environment()
 quiet_libraries()
 for module in MODULES:
     importlib.import_module(module)
+
+
+def _use_gloo_with_more_ranks_than_cores() -> None:
+    """Let vLLM's tensor-parallel ranks on a CPU talk over gloo where a rank has no core of its own.
+
+    They spin in shared memory otherwise, which takes the core from the rank they wait for.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    share_memory = CpuCommunicator._all_group_ranks_share_shm_group_name
+    cores = len(os.sched_getaffinity(0))
+
+    def decide(communicator: CpuCommunicator) -> bool:
+        return share_memory(communicator) and dist.get_world_size() <= cores
+
+    CpuCommunicator._all_group_ranks_share_shm_group_name = decide
+
+
+_use_gloo_with_more_ranks_than_cores()
 pyarrow.array([0])  # imports pandas where it is, which every run would do with its first row
 # A collection in a forked process would otherwise go through all that was imported, several times.
 gc.collect()

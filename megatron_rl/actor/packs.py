@@ -53,13 +53,17 @@ class LocalPack:
 
     def token_inputs(self, batch: TokenBatch, output: Tensor) -> TokenInputs:
         """Return the objective's inputs; output: the policy's log-probs and entropies, [1|2, t]."""
-        assert batch.behavior_logprobs is not None, "compute behavior log-probs before the update"
         logprobs, *entropy = output
+        if batch.on_policy:
+            behavior = logprobs.detach()
+        else:
+            assert batch.behavior_logprobs is not None, "compute behavior log-probs before updates"
+            behavior = self.shard(batch.behavior_logprobs)
         rollout, reference = batch.rollout_logprobs, batch.reference_logprobs
         by_turn = batch.turn_advantages
         return TokenInputs(
             policy_logprobs=logprobs,
-            behavior_logprobs=self.shard(batch.behavior_logprobs),
+            behavior_logprobs=behavior,
             advantages=self.spread(batch.advantages) if by_turn is None else self.shard(by_turn),
             rollout_logprobs=None if rollout is None else self.shard(rollout),
             reference_logprobs=None if reference is None else self.shard(reference),

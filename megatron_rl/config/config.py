@@ -26,9 +26,17 @@ from megatron_rl.config.sections import (
     RolloutSection,
     RunSection,
     Section,
+    SftSection,
     ShapingSection,
     TrainerSection,
 )
+
+SFT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "rollout": {"responses_per_prompt": 1},
+    "objective": {"name": "sft"},
+    "advantage": {"estimator": "raw"},
+    "trainer": {"epochs": 1, "minibatches": 1},
+}
 
 
 class Config(Section):
@@ -43,6 +51,7 @@ class Config(Section):
     model: ModelSection = ModelSection()
     lora: LoraSection | None = None
     data: DataSection = DataSection()
+    sft: SftSection | None = None
     parallel: ParallelSection = ParallelSection()
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection | None = None
@@ -60,6 +69,18 @@ class Config(Section):
     resharding: ReshardingSection = ReshardingSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_defaults_of_sft(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("sft") is None:
+            return values
+        filled = dict(values)
+        for name, defaults in SFT_DEFAULTS.items():
+            section = filled.get(name)
+            if section is None or isinstance(section, dict):
+                filled[name] = defaults | (section or {})
+        return filled
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -90,7 +111,7 @@ class Config(Section):
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
-        problems += epochs_problems(self) + engine_rank_problems(self)
+        problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -315,7 +336,25 @@ class Config(Section):
     def prompt_files(self) -> dict[str, tuple[str, ColumnsSection]]:
         """Path and columns of every prompt file, by config key."""
         training = {key: (path, columns) for key, (path, columns, _) in self.training.items()}
-        return training | self.evaluation_files
+        return training | self.validation_files | self.evaluation_files
+
+    @property
+    def validation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
+        """Path and columns of every set of conversations that is not trained, by config key."""
+        return {
+            f"sft.validation.{name}": (item.path, item.columns or self.data.columns)
+            for name, item in (self.sft.validation if self.sft else {}).items()
+        }
+
+    @property
+    def conversation_files(self) -> set[str]:
+        """Config keys of the files with conversations for `sft`; all others have prompts."""
+        return {*self.training, *self.validation_files} if self.sft is not None else set()
+
+    @property
+    def has_engine(self) -> bool:
+        """True if the run generates responses, at least to evaluate."""
+        return self.offline.rollouts is None and (self.sft is None or bool(self.eval.sets))
 
     @property
     def evaluation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
@@ -394,6 +433,8 @@ def reason_routes_unrecorded(config: Config) -> str | None:
         return "lag.partial_rollouts"
     if config.replay.fresh < 1:
         return f"replay.fresh={config.replay.fresh}"
+    if config.sft is not None:
+        return "sft"
     return None if config.offline.rollouts is None else "offline.rollouts"
 
 
@@ -564,3 +605,45 @@ def epochs_problems(config: Config) -> list[str]:
             "where an environment adds its tools to them; set data.epochs=null and trainer.steps"
         )
     return problems
+
+
+def sft_problems(config: Config) -> list[str]:
+    """List conflicts of `config.sft` with other settings, or what only makes sense with it."""
+    rollout = config.rollout
+    if config.sft is None:
+        problems = []
+        if rollout.responses_per_prompt < 2:
+            problems.append(
+                f"rollout.responses_per_prompt={rollout.responses_per_prompt}: must be at least 2, "
+                "because an advantage compares the responses to a prompt; raise it, or set sft to "
+                "train on given answers"
+            )
+        if config.objective.name == "sft":
+            problems.append(
+                "objective.name=sft trains every answer alike, which makes no sense for responses "
+                "of the policy; choose another objective, or set sft and data.train to "
+                "conversations"
+            )
+        return problems
+    fixed = {
+        "rollout.responses_per_prompt": (rollout.responses_per_prompt, 1),
+        "objective.name": (config.objective.name, "sft"),
+        "advantage.estimator": (config.advantage.estimator, "raw"),
+        "advantage.shift": (config.advantage.shift, 0.0),
+        "behavior": (config.behavior, "actor"),
+        "lag": (config.lag, LagSection()),
+        "replay": (config.replay, ReplaySection()),
+        "shaping": (config.shaping, ShapingSection()),
+        "dynamic_sampling": (config.dynamic_sampling, DynamicSamplingSection()),
+        "early_stopping": (config.early_stopping, EarlyStoppingSection()),
+        "offline": (config.offline, OfflineSection()),
+        "environment": (config.environment, None),
+        "trainer.self_test_every": (config.trainer.self_test_every, None),
+        "parallel.engine_ranks": (config.parallel.engine_ranks, None),
+    }
+    return [
+        f"{key}{f'={value}' if isinstance(value, str | int | float) else ''}: has no meaning with "
+        f"sft, which trains given answers; unset {key}, or sft"
+        for key, (value, wanted) in fixed.items()
+        if value != wanted
+    ]

@@ -120,7 +120,7 @@ class RolloutSection(Section):
     """Place whole experts on each rank of an engine instead of a slice of every expert; on CUDA."""
     prompts_per_step: Count = 256
     """Number of prompts in a rollout batch."""
-    responses_per_prompt: Annotated[int, Field(ge=2)] = 8
+    responses_per_prompt: Count = 8
     """Number of responses to each prompt (the group size)."""
     max_response_tokens: Count = 15360
     """Maximum response length in tokens; longer responses are truncated."""
@@ -611,6 +611,9 @@ class ColumnsSection(Section):
     tools: str | None = None
     """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
     uses the column `tools` if it exists (`docs/prompts.md`)."""
+    completion: str = "completion"
+    """With `sft`, column of the answer to `prompt`, a text or a list of chat messages, for rows
+    whose messages do not end with the assistant's."""
 
 
 class MixedSetSection(Section):
@@ -711,6 +714,18 @@ class EvalSection(Section):
     top_p: Fraction = 0.9
     """Nucleus sampling: cumulative probability of the tokens that are sampled from; 1 disables
     it."""
+
+
+class SftSection(Section):
+    """Supervised fine-tuning: `data.train` has conversations, whose assistant's messages are
+    trained by their cross entropy. Its presence sets rollout.responses_per_prompt=1,
+    objective.name=sft, advantage.estimator=raw, trainer.epochs=1 and trainer.minibatches=1."""
+
+    turns: Literal["all", "last"] = "all"
+    """Messages of the assistant that are trained: all of a conversation, or its last one."""
+    validation: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
+    """Sets of conversations whose loss is computed every `eval.every` steps, by name, each a path
+    or `{path, columns}`."""
 
 
 class WandbSection(Section):

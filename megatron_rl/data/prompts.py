@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.demonstrations import ConversationTokenizer
+from megatron_rl.data.rendering import tokenize_chats
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
     PlainRow,
@@ -29,12 +31,10 @@ from megatron_rl.data.rows import (
 )
 from megatron_rl.data.tokenizer import Template, check_raw, check_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.messages import Message, with_text_arguments
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import Prompt
+from megatron_rl.types import Demonstration, Prompt
 
 ROWS_AT_ONCE = 4096  # tokenized together, and in memory while a file is written
-Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0|")  # CSV: no name
 
 
@@ -55,6 +55,7 @@ def read_prompts(
     template_arguments: Mapping[str, Any] | None = None,
     system_prompt: str | None = None,
     first: int | None = None,
+    conversations: ConversationTokenizer | None = None,
     echo: Callable[[str], object] = lambda text: None,
 ) -> Iterator[Prompt]:
     """Yield the distinct prompts of a parquet, JSON lines or CSV file with their tokens, in order.
@@ -66,6 +67,8 @@ def read_prompts(
     bad_rows: whether a malformed row is; `echo` gets how many are. template: by the chat template,
     with template_arguments next to the messages, or `raw`: the messages' texts alone.
     system_prompt: before the messages of every row. first: read this many rows only; None: all.
+    conversations: what reads rows that end with the assistant's answer, whose longest sequence is
+    then limited by `max_prompt_tokens`, with the answer.
     Raises ValueError if the file cannot be read, is empty or without the columns, if a row is
     malformed, and at the end if a prompt is too long; the message names the row. Some thousand rows
     are in memory at once.
@@ -77,11 +80,31 @@ def read_prompts(
     rows = read_distinct_rows(
         path, columns or ColumnsSection(),
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
+        conversations=conversations is not None,
     )  # fmt: skip
-    arguments = template_arguments or {}
     longer = _TooLong(max_prompt_tokens)
+    if conversations is not None:
+        yield from _read_conversations(rows, conversations, path=path, longer=longer)
+    else:
+        yield from _tokenize_prompts(
+            rows, tokenizer,
+            path=path, template=template, arguments=template_arguments or {}, longer=longer,
+        )  # fmt: skip
+    if longer.count:
+        echo(longer.refuse_or_describe(too_long, path=path))
+
+
+def _tokenize_prompts(
+    rows: Iterator[tuple[int, Row, str]],
+    tokenizer: Any,
+    *,
+    path: Path,
+    template: Template,
+    arguments: Mapping[str, Any],
+    longer: "_TooLong",
+) -> Iterator[Prompt]:
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        token_ids = _tokenize(
+        token_ids = tokenize_chats(
             {number: (row.messages, row.tools) for number, row, _ in block},
             tokenizer, path=path, template=template, arguments=arguments,
         )  # fmt: skip
@@ -99,8 +122,34 @@ def read_prompts(
                     text=text,
                     tools=row.tools,
                 )
-    if longer.count:
-        echo(longer.refuse_or_describe(too_long, path=path))
+
+
+def _read_conversations(
+    rows: Iterable[tuple[int, Row, str]],
+    conversations: ConversationTokenizer,
+    *,
+    path: Path,
+    longer: "_TooLong",
+) -> Iterator[Prompt]:
+    longer.name = "data.max_prompt_tokens + rollout.max_response_tokens"
+    for number, row, whole in rows:
+        try:
+            ids, demonstration = conversations.tokenize((row.messages, row.tools))
+        except UserError as error:
+            raise UserError(f"{name_row(path, number)}: {error}") from error
+        bounds = [-len(ids), *demonstration.restarts, len(demonstration.token_ids)]
+        if not longer.count_if(number, max(b - a for a, b in itertools.pairwise(bounds))):
+            yield Prompt(
+                index=number,
+                messages=row.messages,
+                token_ids=tuple(ids),
+                ground_truth=row.ground_truth,
+                data_source=row.data_source,
+                row=whole,
+                text=conversations.tokenizer.decode(ids, skip_special_tokens=False),
+                tools=row.tools,
+                demonstration=demonstration,
+            )
 
 
 @dataclass(frozen=True)
@@ -150,6 +199,7 @@ def read_distinct_rows(
     bad_rows: Literal["error", "skip"],
     system_prompt: str | None,
     first: int | None = None,
+    conversations: bool = False,
     echo: Callable[[str], object] = lambda text: None,
 ) -> Iterator[tuple[int, Row, str]]:
     """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one.
@@ -158,9 +208,13 @@ def read_distinct_rows(
     """
     seen: set[bytes] = set()
     bad, first_bad, repeated = 0, None, 0
-    for number, plain in itertools.islice(read_rows(path, columns), first):
+    rows = read_rows(path, columns, conversations=conversations)
+    for number, plain in itertools.islice(rows, first):
         try:
-            row = parse_row(plain, columns, path=path, number=number, system_prompt=system_prompt)
+            row = parse_row(
+                plain, columns,
+                path=path, number=number, system_prompt=system_prompt, conversations=conversations,
+            )  # fmt: skip
         except ValueError as error:
             if bad_rows == "error":
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None
@@ -192,144 +246,12 @@ def _without_index(row: PlainRow, text: str) -> str:
     return text
 
 
-def tokenize_messages(
-    messages: Sequence[Message],
-    tokenizer: Any,
-    *,
-    template: Template = "chat",
-    arguments: Mapping[str, Any],
-    tools: Sequence[dict[str, Any]] = (),
-) -> list[int]:
-    """The tokens of one prompt; ValueError where the chat template refuses it."""
-    return _tokenize(
-        {0: (messages, tools)},
-        tokenizer, path=Path("prompt"), template=template, arguments=arguments,
-    )[0]  # fmt: skip
-
-
-def _tokenize(
-    chats: Mapping[int, Chat],
-    tokenizer: Any,
-    *,
-    path: Path,
-    template: Template,
-    arguments: Mapping[str, Any],
-) -> dict[int, list[int]]:
-    if template == "raw":
-        texts = [_join(chat, name_row(path, number)) for number, chat in chats.items()]
-    else:
-        texts = _apply_template(chats, tokenizer, path=path, arguments=arguments)
-    # A chat template writes special tokens itself; a plain text gets what the tokenizer adds.
-    found = tokenizer(texts, add_special_tokens=template == "raw")["input_ids"]
-    token_ids = dict(zip(chats, found, strict=True))
-    for index, ids in token_ids.items():
-        if not ids:
-            raise UserError(
-                f"{name_row(path, index)}: the prompt has no tokens; give it a text, or leave the "
-                "row out"
-            )
-    return token_ids
-
-
-def _join(chat: Chat, where: str) -> str:
-    messages, tools = chat
-    if tools or any(message.get("tool_calls") for message in messages):
-        raise UserError(
-            f"{where}: has tools or tool calls, which data.template=raw would leave out; use a "
-            "chat template, or remove them"
-        )
-    return "\n\n".join(message["content"] for message in messages)
-
-
-def _apply_template(
-    chats: Mapping[int, Chat], tokenizer: Any, *, path: Path, arguments: Mapping[str, Any]
-) -> list[str]:
-    texts = []
-    for number, (messages, tools) in chats.items():
-        try:
-            texts.append(_render(messages, tools, tokenizer, arguments=arguments))
-        except UserError as error:
-            raise UserError(f"{name_row(path, number)}: {error}") from error.__cause__
-    return texts
-
-
-def _render(
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    tokenizer: Any,
-    *,
-    arguments: Mapping[str, Any],
-) -> str:
-    """Apply the chat template; raise UserError if it refuses a part of the prompt or leaves it out.
-
-    Most templates take the arguments of tool calls as objects, some as texts: those are tried next.
-    """
-    if tools and arguments.get("tools"):
-        raise UserError(
-            "has tools, but the environment or data.template_arguments gives the template others; "
-            "remove one of them"
-        )
-    given = dict(arguments) | ({"tools": list(tools)} if tools else {})
-    forms = [list(messages)]
-    if any(message.get("tool_calls") for message in messages):
-        forms.append(with_text_arguments(messages))
-    problems: list[UserError] = []
-    for form in forms:
-        try:
-            text = tokenizer.apply_chat_template(
-                form, tokenize=False, add_generation_prompt=True, **given
-            )
-        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
-            problem = UserError(
-                f"the chat template refuses these messages: {error}; repair the row, the template "
-                "(chat_template.jinja) or data.template_arguments"
-            )
-            problem.__cause__ = error
-        else:
-            if (missing := _find_missing(messages, tools, text)) is None:
-                return str(text)
-            problem = UserError(
-                f"the chat template leaves out {missing}; remove it from the rows, or repair the "
-                "template (chat_template.jinja)"
-            )
-        problems.append(problem)
-    raise problems[0]
-
-
-def _find_missing(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]], text: str
-) -> str | None:
-    """Name what a rendered text lacks: a message not of the assistant, a tool call or a tool.
-
-    Messages follow each other in the text, except system messages, which some templates move.
-    """
-    end = 0  # of what was found
-    for place, message in enumerate(messages, start=1):
-        role, content = message.get("role"), message.get("content")
-        # Templates drop the thinking of earlier turns, and some write results of tools as JSON.
-        if role != "assistant" and isinstance(content, str):
-            plain = content.strip()
-            written = json.dumps(plain, ensure_ascii=False)[1:-1]
-            start = 0 if role in ("system", "developer") else end
-            found = max(text.find(plain, start), text.find(written, start))
-            if found < 0:
-                return f"message {place}, of role {role}"
-            end = max(end, found + len(plain)) if start == end else end
-        for call in message.get("tool_calls") or ():
-            name = (call.get("function") or {}).get("name") or ""
-            found = text.find(name, end)
-            if found < 0:
-                return f"the call of {name} in message {place}"
-            end = found + len(name)
-    names = [tool["function"]["name"] for tool in tools]
-    return next((f"the tool {name}" for name in names if name not in text), None)
-
-
 @dataclass
 class _TooLong:
     """Counts prompts above the maximum length."""
 
     limit: int
+    name: str = "data.max_prompt_tokens"
     rows: int = 0  # prompts that were checked
     count: int = 0
     longest: int = 0
@@ -349,13 +271,13 @@ class _TooLong:
         if too_long == "skip":
             return (
                 f"{path}: {self.count} of {self.rows} prompts have more than "
-                f"data.max_prompt_tokens={self.limit} tokens, the longest {self.longest}: left out "
+                f"{self.name}={self.limit} tokens, the longest {self.longest}: left out "
                 "(data.too_long=skip)"
             )
         number, length = self.first
         raise UserError(
             f"{name_row(path, number)}: the prompt has {length} tokens, more than "
-            f"data.max_prompt_tokens={self.limit} (so have {self.count} of {self.rows} prompts, "
+            f"{self.name}={self.limit} (so have {self.count} of {self.rows} prompts, "
             f"the longest {self.longest}); raise the limit, or leave them out by "
             "data.too_long=skip"
         )
@@ -417,6 +339,7 @@ SCHEMA = pa.schema(
         "row": pa.string(),
         "text": pa.string(),
         "tools": pa.string(),  # JSON
+        "demonstration": pa.string(),  # JSON of its fields, or null
     }
 )
 
@@ -427,7 +350,8 @@ def write_prompts(file: Path, prompts: Iterable[Prompt]) -> None:
         rows: list[dict[str, object]] = []
         for prompt in prompts:
             as_json = {name: json.dumps(getattr(prompt, name)) for name in ("messages", "tools")}
-            rows.append(vars(prompt) | as_json)
+            given = prompt.demonstration and json.dumps(vars(prompt.demonstration))
+            rows.append(vars(prompt) | as_json | {"demonstration": given})
             if len(rows) == ROWS_AT_ONCE:
                 writer.write_batch(pa.RecordBatch.from_pylist(rows, SCHEMA))
                 rows = []
@@ -470,6 +394,13 @@ class PromptTable(_Lazy):
         row["messages"] = tuple(json.loads(row["messages"]))
         row["tools"] = tuple(json.loads(row["tools"]))
         row["token_ids"] = tuple(row["token_ids"])
+        if (given := row["demonstration"]) is not None:
+            fields = json.loads(given)
+            row["demonstration"] = Demonstration(
+                tuple(fields["token_ids"]),
+                tuple(map(tuple, fields["observed"])),
+                tuple(fields["restarts"]),
+            )
         return Prompt(**row)
 
 

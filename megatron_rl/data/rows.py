@@ -21,7 +21,15 @@ import pyarrow.parquet as pq
 from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
-from megatron_rl.messages import MEDIA, TOOLS, Message, parse_messages, parse_tools, refuse_left_out
+from megatron_rl.messages import (
+    MEDIA,
+    TOOLS,
+    Message,
+    parse_conversation,
+    parse_messages,
+    parse_tools,
+    refuse_left_out,
+)
 from megatron_rl.texts import clean
 
 PlainRow = dict[str, Any] | ValueError
@@ -31,6 +39,7 @@ BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
 _TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
 _LFS = b"version https://git-lfs"
+CONVERSATIONS = ("messages", "conversations")  # columns, where there is none of `Columns.prompt`
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -49,13 +58,19 @@ def check_prompt_file(
     *,
     bad_rows: Literal["error", "skip"] = "error",
     system_prompt: str | None = None,
+    conversations: bool = False,
 ) -> None:
     """Raise UserError if a file cannot be read, lacks a column, or has a malformed first row."""
     path = Path(path)
-    for number, row in itertools.islice(read_rows(path, columns), FIRST_ROWS):
+    rows = read_rows(path, columns, conversations=conversations)
+    for number, row in itertools.islice(rows, FIRST_ROWS):
         if bad_rows == "error":
             try:
-                parse_row(row, columns, path=path, number=number, system_prompt=system_prompt)
+                parse_row(
+                    row, columns,
+                    path=path, number=number, system_prompt=system_prompt,
+                    conversations=conversations,
+                )  # fmt: skip
             except ValueError as error:
                 raise UserError(f"{error}; {BAD_ROW_CURE}") from None
 
@@ -78,15 +93,18 @@ def name_row(path: Path, number: int) -> str:
     return f"{path}, line {number + 1}" if path.suffix == ".jsonl" else f"{path}, row {number}"
 
 
-def read_rows(path: Path, columns: ColumnsSection) -> Iterator[tuple[int, PlainRow]]:
+def read_rows(
+    path: Path, columns: ColumnsSection, *, conversations: bool = False
+) -> Iterator[tuple[int, PlainRow]]:
     """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
 
+    conversations: rows end with the assistant's answer, and need no ground truth.
     Raises ValueError if the file is missing, of another kind, damaged, empty or lacks a column.
     """
     empty = True
     for number, row in _reader_of(path)(path):
         if empty and isinstance(row, dict):
-            _check_columns(list(row), columns, path)
+            _check_columns(list(row), columns, path, conversations=conversations)
             empty = False
         yield number, clean(row)
     if empty:
@@ -121,10 +139,12 @@ def parse_row(
     path: Path,
     number: int,
     system_prompt: str | None = None,
+    conversations: bool = False,
 ) -> Row:
     """Parse messages, truth, source and tools; raise UserError if one is missing or malformed.
 
     system_prompt: becomes the first message; a row with its own system message is rejected.
+    conversations: messages end with the assistant's, and there is no truth.
     """
     if isinstance(row, ValueError):
         raise row
@@ -134,9 +154,12 @@ def parse_row(
             f"{where}: has a value in the column {media[0]}; models here read text only: leave "
             "such rows out, or remove the column"
         )
-    messages = _parse_prompt(row, columns, path=path, where=where, system_prompt=system_prompt)
+    messages = _parse_prompt(
+        row, columns,
+        path=path, where=where, system_prompt=system_prompt, conversations=conversations,
+    )  # fmt: skip
     value = _find(row, columns.answer)
-    truth = parse_answer(value)
+    truth = "" if conversations else parse_answer(value)
     if truth is None:
         raise UserError(
             f"{where}: {columns.answer} must be a non-empty text or a number, got {value!r:.80}; "
@@ -183,16 +206,48 @@ def _parse_prompt(
     path: Path,
     where: str,
     system_prompt: str | None,
+    conversations: bool,
 ) -> tuple[Message, ...]:
-    value, system = _find(row, columns.prompt), row.get("system")
+    system = row.get("system")
     try:
-        messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
+        if conversations:
+            messages = _parse_conversation(row, columns, from_table=_is_table(path))
+        else:
+            value = _find(row, columns.prompt)
+            messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
         if isinstance(system, str) and system.strip() and system != _find_system(messages):
             messages = add_system_prompt(messages, system, key="its column system")
         refuse_left_out(row, prompt=columns.prompt, messages=messages)
         return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
+
+
+def _parse_conversation(
+    row: dict[str, Any], columns: ColumnsSection, *, from_table: bool
+) -> tuple[Message, ...]:
+    """Return the messages of a row of conversations, which end with the assistant's."""
+    names = (columns.prompt, *CONVERSATIONS)
+    key = next((name for name in names if _find(row, name) is not None), columns.prompt)
+    messages = parse_conversation(_find(row, key), key=key, from_table=from_table)
+    completion = _find(row, columns.completion)
+    if completion is not None:
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{key} ends with a message of the assistant, and {columns.completion} has another "
+                "answer; remove one of them"
+            )
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        further = parse_conversation(completion, key=columns.completion, from_table=from_table)
+        messages = (*messages, *further)
+    last = messages[-1]
+    if last["role"] != "assistant" or not (last["content"].strip() or last.get("tool_calls")):
+        raise UserError(
+            f"{key} has no answer of the assistant at its end, and there is none in a column "
+            f"{columns.completion}; add it, or name its column as data.columns.completion"
+        )
+    return messages
 
 
 def _find_system(messages: Sequence[Message]) -> str | None:
@@ -311,8 +366,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _check_columns(names: list[str], columns: ColumnsSection, path: Path) -> None:
-    named = columns.prompt, columns.answer, columns.source, columns.tools
+def _check_columns(
+    names: list[str], columns: ColumnsSection, path: Path, *, conversations: bool
+) -> None:
+    prompt = columns.prompt
+    if conversations and prompt not in names:
+        prompt = next((name for name in CONVERSATIONS if name in names), prompt)
+    answer = None if conversations else columns.answer
+    named = prompt, answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
 

@@ -136,6 +136,11 @@ NAMED: dict[str, ObjectiveSpec] = {
         source="arXiv 2506.20520: A = R - V; with V the group's mean - 0.1, as in its experiments "
         "and in public code (Trinity-RFT): advantage.shift: -0.1, std: none",
     ),
+    # sum_i sum_t A log pi_t / sum_i L_i, with A = 1 of a given answer
+    "sft": ObjectiveSpec(
+        "one", Unconstrained(), "detached", "token_mean",
+        source="cross entropy of the tokens of given answers, for supervised fine-tuning (sft)",
+    ),
     # 1/N sum_i 1/L_i sum_t 1{A > 0} A log pi_t
     "positive_only": ObjectiveSpec(
         "one", Unconstrained(), "detached", "response_mean", negative=0.0,

@@ -287,6 +287,7 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
                 columns,
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
+                conversations=key in config.conversation_files,
             )
         except ValueError as error:
             problems.append(f"{key}: {error}")

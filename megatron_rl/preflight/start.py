@@ -62,6 +62,13 @@ def _run_problems(config: Config, *, world_size: int, is_local: bool) -> list[st
         except ValueError as error:
             problems.append(f"model.path: {error}")
         return problems + _weight_problems(config, shape, problems)
+    if not config.has_engine:  # demonstrations
+        problems, shape = settings_problems(config, world_size=world_size, is_local=is_local)
+        if shape is not None and not _is_named("model.path", problems):
+            files = config.prompt_files
+            usable = {key: file for key, file in files.items() if not _is_named(key, problems)}
+            problems += prompt_problems(config, shape, usable)[0]
+        return problems + _weight_problems(config, shape, problems)
     with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
         problems, shape = settings_problems(config, world_size=world_size, is_local=is_local)
         return problems + _input_problems(
@@ -118,7 +125,8 @@ def _input_problems(
         if not _is_named("model.path", known) and not _is_named("--model", known):
             more, prompts = prompt_problems(environment.with_tools(), shape, usable)
             problems += more
-    prompt = next(iter(prompts.values()), None)
+    asked = (one for key, one in prompts.items() if key not in config.conversation_files)
+    prompt = next(asked, None)
     problems += unusable or environment.try_on(prompt)
     if not any(problem.startswith("reward.verifier=") for problem in known):
         problems += trial.problems(prompt, keep_best=config.trainer.keep_best)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt, parse_answer
 from megatron_rl.data.token_rows import WRITER, Delivery, remote_row
 from megatron_rl.data.tokenizer import check_tokenizer, load_tokenizer

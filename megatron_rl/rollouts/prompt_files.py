@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import (
     PromptMix,
     PromptOrder,
@@ -71,6 +72,7 @@ def count_prompts(config: Config) -> dict[str, int]:
             read = read_distinct_rows(
                 Path(path), columns,
                 bad_rows=data.bad_rows, system_prompt=data.system_prompt,
+                conversations=key in config.conversation_files,
             )  # fmt: skip
         try:
             sizes[key] = sum(1 for _ in read)
@@ -137,6 +139,22 @@ def prompt_problems(
     return problems, first
 
 
+def _conversations(config: Config, shape: ModelShape, tokenizer: Any) -> ConversationTokenizer:
+    """Build what reads the conversations of `sft`."""
+    assert config.sft is not None, "only `sft` has conversations"
+    stop = find_stop_rule(
+        config.model.path, tokenizer, vocab_size=shape.vocab_size,
+        token_ids=config.rollout.stop_token_ids,
+    )  # fmt: skip
+    return ConversationTokenizer(
+        tokenizer,
+        turns=config.sft.turns,
+        stop=stop.token_ids,
+        template=config.data.template,
+        arguments=config.data.rendering,
+    )
+
+
 def _read_set(
     config: Config,
     shape: ModelShape,
@@ -149,11 +167,15 @@ def _read_set(
 ) -> Iterator[Prompt]:
     path, columns = file
     data, highest = config.data, 0
+    conversations, limit = None, data.max_prompt_tokens
     try:
+        if key in config.conversation_files:
+            limit = config.max_model_tokens
+            conversations = _conversations(config, shape, tokenizer)
         for prompt in read_prompts(
             path,
             tokenizer,
-            max_prompt_tokens=data.max_prompt_tokens,
+            max_prompt_tokens=limit,
             columns=columns,
             too_long=data.too_long,
             bad_rows=data.bad_rows,
@@ -161,9 +183,11 @@ def _read_set(
             template_arguments=data.rendering,
             system_prompt=data.system_prompt,
             first=first,
+            conversations=conversations,
             echo=echo,
         ):
-            highest = max(highest, *prompt.token_ids)
+            given = prompt.demonstration.token_ids if prompt.demonstration else ()
+            highest = max(highest, *prompt.token_ids, *given)
             yield prompt
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error

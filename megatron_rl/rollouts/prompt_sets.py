@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,11 +23,22 @@ SECONDS_UNTIL_VISIBLE = 120.0  # of a new file, on the other nodes of a shared f
 
 @dataclass(frozen=True)
 class PromptSets:
-    """Training prompts with their order, and evaluation prompts by set."""
+    """Training prompts with their order, and evaluation prompts by set.
+
+    With `sft`, training and validation prompts have demonstrations.
+    """
 
     training: Sequence[Prompt]
     order: PromptOrder | PromptMix
     evaluation: Sets
+    validation: Sets = field(default_factory=dict)
+
+    @property
+    def asked(self) -> Sequence[Prompt]:
+        """Prompts whose responses a verifier grades, of one set; empty if there are none."""
+        if self.training and self.training[0].demonstration is None:
+            return self.training
+        return next(iter(self.evaluation.values()), [])
 
 
 @contextmanager
@@ -46,8 +57,9 @@ def share_prompt_sets(
         parts = [sets[key] for key in config.training]
         order = build_order(config, [len(part) for part in parts])
         training = JoinedPrompts(parts) if config.data.mix else parts[0]
-        evaluation = {key: prompts for key, prompts in sets.items() if key not in config.training}
-        yield PromptSets(training, order, _by_name(evaluation))
+        evaluation = {key: sets[key] for key in config.evaluation_files}
+        validation = {key: sets[key] for key in config.validation_files}
+        yield PromptSets(training, order, _by_name(evaluation), _by_name(validation))
 
 
 @contextmanager
@@ -60,7 +72,7 @@ def share_evaluation_sets(
 
 
 def _by_name(sets: Sets) -> Sets:
-    return {key.removeprefix("eval.sets."): prompts for key, prompts in sets.items()}
+    return {key.split(".", 2)[2]: prompts for key, prompts in sets.items()}
 
 
 @contextmanager

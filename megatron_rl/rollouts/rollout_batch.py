@@ -250,6 +250,9 @@ def build_rollout_batch(
         replays_engine=config.model.routing_replay == "engine",
     )
     mark_traced(batch.packs, traced)
+    if config.sft is not None:
+        for pack in batch.packs:
+            pack.on_policy = True
     if batch.turn_advantages:
         batch.spread_turn_advantages()
     frozen = batch.behavior_logprobs

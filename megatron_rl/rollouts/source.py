@@ -48,9 +48,10 @@ class RolloutSource(Protocol):
 
     `EngineSource` generates whole responses, `RemoteSource` lets engines on ranks of their own
     generate them while a step is trained, `PartialRolloutSource` continues them window by window
-    while the weights change, and `OfflineSource` reads them from files. A new way of generating is
-    a class with these methods, chosen in `trainer/build.py`. Conversations with environments are
-    responses of `EngineSource` that have observed tokens.
+    while the weights change, `OfflineSource` reads them from files, and `DemonstrationSource` takes
+    given answers. A new way of generating is a class with these methods, chosen in
+    `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
+    observed tokens.
     """
 
     @property
@@ -96,6 +97,10 @@ class RolloutSource(Protocol):
     def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
         """Return the groups that a restarted run may read from disk instead of generating them."""
         return [group for batch in fresh for group in batch.groups]
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Return losses of held-out answers under the weights after `step`, if they are due."""
+        return {}
 
     def after_checkpoint(self, step: int) -> None:
         """Drop state that a run resumed from the checkpoint of `step` does not have."""

@@ -28,6 +28,7 @@ STEP = (
     Metric(("eval/<set>/time_limit_fraction", "eval/<set>/failed_fraction"), "0..1", "responses not graded, which count as wrong", "set"),
     Metric(("eval/<set>/truncated_fraction",), "0..1", "responses cut at `rollout.max_response_tokens`", "set"),
     Metric(("eval/<set>/response_length_mean",), "tokens", "mean response length", "set"),
+    Metric(("eval/<set>/loss",), "nats", "mean negative log-prob of the trained tokens of `sft.validation`", "set"),
     Metric(("reward/mean", "reward/std"), "", "mean and standard deviation of the rewards", "all"),
     Metric(("reward/<name>_mean",), "", "mean of one of several rewards that the verifier returns by name; 0 where a response was not graded", "all"),
     Metric(("reward_by_source/<source>",), "", "mean reward of the prompts of one `data_source`", "all"),

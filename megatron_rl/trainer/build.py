@@ -43,6 +43,7 @@ from megatron_rl.rollouts.behavior import (
     WindowLogprobs,
 )
 from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
@@ -171,7 +172,7 @@ def _train(
     ):
         for line in run_on_rank_0(lambda: directory.check_inputs(config), doing="comparing inputs"):
             console.echo(line)
-        config = choose_verifier(config, directory, prompts.training, echo=console.echo)
+        config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         if link is not None:
             link.order("config", config)
         start.ended("checks")
@@ -336,11 +337,16 @@ def _build_source(
         start.ended("rollouts")
         run.actor.sleep()
         return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
-    _start_verifiers(grader.pool, prompts.training[0], config)
+    if not config.has_engine:
+        run.actor.sleep()
+        return cast(RolloutEngine, NoEngine()), DemonstrationSource(run, prompts)
+    _start_verifiers(grader.pool, prompts.asked[0], config)
     start.ended("verifiers")
     run.actor.sleep()  # vLLM measures the free memory when it starts
     engine = _start_engine(run, progress, interruption)
     start.ended("vllm")
+    if config.sft is not None:
+        return engine, DemonstrationSource(run, prompts)
     if config.lag.partial_rollouts is not None:
         return engine, PartialRolloutSource(run, engine, grader, prompts, behavior)
     return engine, EngineSource(run, engine, grader, prompts, behavior, conversations)
@@ -431,5 +437,9 @@ def _describe(config: Config, world_size: int) -> str:
         f"Megatron tensor {parallel.tensor}, pipeline {parallel.pipeline}, "
         f"context {parallel.context}, data {replicas}{extra}; "
         + (f"{engines} more: " if engines else "")
-        + f"vLLM {(engines or world_size) // rollout.tensor} x tensor {rollout.tensor}"
+        + (
+            f"vLLM {(engines or world_size) // rollout.tensor} x tensor {rollout.tensor}"
+            if config.has_engine
+            else "no engine"
+        )
     )

@@ -49,6 +49,7 @@ class Trainer:
         """Run the remaining steps; evaluate before the first step of a new run."""
         done, step_progress = self.checkpoints.done, self.checkpoints.step_progress
         self.recorder.open(done, step_progress)
+        losses = self.source.validate(0) if done == 0 and step_progress is None else {}
         self.sync_weights(version=done)
         self.start.ended("push")
         self.source.check()
@@ -56,7 +57,7 @@ class Trainer:
         if step_progress is not None:
             self.source.resume(step_progress.step)
         elif done == 0:
-            scores = self.evaluator.evaluate(0)
+            scores = losses | self.evaluator.evaluate(0)
             self.start.ended("evaluation")
             self.recorder.record({"step": 0} | scores | self.start.metrics())
         self.run.console.log(str(self.start))
@@ -80,6 +81,8 @@ class Trainer:
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
             self.train_epochs(step_progress, batch)
+        with self.clock.phase("eval"):
+            losses = self.source.validate(step)  # the actor still has the device
         later = self.source.collect(step)  # from engines on ranks of their own
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
@@ -92,7 +95,7 @@ class Trainer:
         with self.clock.phase("eval"):
             eval_metrics = self.evaluator.evaluate_if_due(step)
         with self.clock.phase("record"):
-            self.record(step_progress, batch, sync_metrics | eval_metrics)
+            self.record(step_progress, batch, losses | sync_metrics | eval_metrics)
         with self.clock.phase("checkpoint"):
             self.run.buffer.evict(step, step_progress.updates.made(len(batch.minibatches)))
             self.checkpoints.finish(step)

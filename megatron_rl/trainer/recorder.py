@@ -112,7 +112,8 @@ class Recorder:
         if batch is not None:
             self.recent.append(metrics["time/step"])
         steps = self.config.trainer.steps
-        self.console.echo(step_line(metrics, steps=steps, recent=self.recent))
+        is_sft = self.config.sft is not None
+        self.console.echo(step_line(metrics, steps=steps, recent=self.recent, sft=is_sft))
         if sample is not None:
             text = describe_rollout(sample, most=SAMPLE_CHARACTERS, indent="    ")
             self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")
@@ -248,10 +249,18 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.0f}" if seconds >= 9.95 else f"{seconds:.2g}"
 
 
-def step_line(metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float] = ()) -> str:
-    """Progress line of one step. recent: seconds of the last steps, for the remaining time."""
+def step_line(
+    metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float] = (), sft: bool = False
+) -> str:
+    """Progress line of one step.
+
+    recent: seconds of the last steps, for the remaining time. sft: of given answers, whose loss
+    stands in place of reward and acceptance.
+    """
     step = int(metrics["step"])
-    scores = "".join(f"  {_name(key)} {percent(metrics[key])}" for key in _score_keys(metrics))
+    losses = [key for key in metrics if key.startswith("eval/") and key.endswith("/loss")]
+    scores = "".join(f"  {_name(key)} {metrics[key]:.4f}" for key in losses)
+    scores += "".join(f"  {_name(key)} {percent(metrics[key])}" for key in _score_keys(metrics))
     if "reward/mean" not in metrics:
         return f"step {step:>4}/{steps}{scores}"
     times = " ".join(
@@ -263,6 +272,10 @@ def step_line(metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float]
     if recent and step < steps:
         each = sum(recent) / len(recent)
         left = f"  {duration((steps - step) * each)} left at {seconds_text(each)} s a step"
+    spent = f"  {metrics['time/step']:.1f} s ({times}){left}{scores}"
+    if sft:
+        loss, length = metrics.get("loss/policy", math.nan), metrics["response/length_mean"]
+        return f"step {step:>4}/{steps}  loss {loss:.4f}  length {length:.0f}{spent}"
     reward = metrics["reward/mean"]
     return (
         f"step {step:>4}/{steps}"
@@ -271,7 +284,7 @@ def step_line(metrics: Mapping[str, Any], *, steps: int, recent: Sequence[float]
         f" ({100 * metrics['response/truncated_fraction']:.0f}% cut)"
         f"  acceptance {metrics.get('gate/acceptance', math.nan):.3f}"
         f"  {metrics.get('rollout/tokens_per_second', 0) / 1000:.1f}k tok/s"
-        f"  {metrics['time/step']:.1f} s ({times}){left}{scores}"
+        f"{spent}"
     )
 
 

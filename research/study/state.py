@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.config import ConfigError, load_config, with_absolute_paths
+from megatron_rl.config import Config, ConfigError, load_config, with_absolute_paths
 from megatron_rl.runs.files import is_finished, read_metrics
 from research.study.study_plan import PlannedRun, config_digest
 
@@ -28,6 +28,7 @@ def read_state(run: PlannedRun) -> RunState:
     if not rows:
         return RunState(run, "new", rows)
     recorded = with_absolute_paths(load_config(run.folder / "config.yaml"))
+    recorded = _without_chosen_at_start(recorded, planned=run.config)
     if config_digest(recorded) != run.digest:
         raise ConfigError(
             f"{run.folder} was run with other settings than the study now has; restore them "
@@ -35,3 +36,13 @@ def read_state(run: PlannedRun) -> RunState:
         )
     done = is_finished(run.folder, steps=run.config.trainer.steps)
     return RunState(run, "done" if done else "begun", rows)
+
+
+def _without_chosen_at_start(recorded: Config, *, planned: Config) -> Config:
+    """Return the recorded config with null where a run's first start chooses."""
+    update: dict[str, Any] = {}
+    if planned.reward.verifier is None:
+        update["reward"] = recorded.reward.model_copy(update={"verifier": None})
+    if planned.data.date is None:
+        update["data"] = recorded.data.model_copy(update={"date": None})
+    return recorded.model_copy(update=update)

@@ -683,6 +683,17 @@ ENVIRONMENTS = [
     Case("credit by turn of values", ("advantage.credit=turn: advantage.estimator=optimal_value",
          "choose another estimator"), (AGENT, "advantage={credit: turn, estimator: optimal_value}"),
          agent("return Answer()")),
+    Case("an answer that is missing", ("sft", "train.jsonl, line 1: prompt has no answer of the"
+         " assistant at its end", "data.columns.completion"),
+         ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1"),
+         rows(*({"prompt": "1+1?"} for _ in range(2)))),
+    Case("RL settings beside sft", ("objective.name=grpo: has no meaning with sft", "unset",
+         "rollout.responses_per_prompt=8", "lag: has no meaning"),
+         ("sft={}", "objective.name=grpo", "rollout.responses_per_prompt=8", "lag.batches=1")),
+    Case("an advantage over one response", ("rollout.responses_per_prompt=1: must be at least 2",
+         "raise it"), ("rollout.responses_per_prompt=1",)),
+    Case("the objective of sft alone", ("objective.name=sft trains every answer alike",
+         "choose another"), ("objective.name=sft",)),
     Case("an environment of files", ("environment needs an engine, but offline.rollouts", "unset"),
          (AGENT, "offline.rollouts=runs"), agent("return Answer()")),
 ]  # fmt: skip

@@ -4,7 +4,9 @@ One launch per layout does everything (starting torch and Megatron in each rank 
 The single process is the reference; it is compared with transformers.
 """
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,8 +84,6 @@ def make_rollouts():
 
 def make_split_rollouts():
     """Two of the groups; the history of each longer response is replaced once or twice."""
-    from dataclasses import replace
-
     rollouts, _ = make_rollouts()
     changed = []
     for rollout in rollouts[:8]:
@@ -249,6 +249,46 @@ def _compare_computed(root, topology):
     return all_reports, few_reports, differ, moved
 
 
+def make_demonstrations():
+    """Given answers of one and several turns, some in a second sequence."""
+    from megatron_rl.types import Demonstration, Prompt
+
+    generator = torch.Generator().manual_seed(8)
+
+    def draw(length):
+        return tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist())
+
+    shapes = [
+        (1, (), ()), (40, (), ()), (23, ((5, 9),), ()), (31, ((3, 8), (20, 22)), ()),
+        (30, ((4, 11), (15, 25)), (15,)), (27, ((9, 16),), (9,)),
+    ]  # fmt: skip
+    messages = ({"role": "assistant", "content": ""},)
+    return [
+        Prompt(n, messages, draw(3 + n), "", "", demonstration=Demonstration(draw(size), *places))
+        for n, (size, *places) in enumerate(shapes)
+    ]
+
+
+def _train_on_demonstrations(folder, topology, model):
+    """One update whose step is the gradient: Adam with an epsilon far above every gradient."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.objectives import build_objective
+    from megatron_rl.rollouts.demonstration_source import as_rollout
+
+    settings = replace(
+        _settings(), learning_rate=1e8, epsilon=1e8, warmup_updates=0, weight_decay=0.0,
+        max_grad_norm=0.0,
+    )  # fmt: skip
+    actor = MegatronActor(model, topology=topology, settings=settings)
+    rollouts = [as_rollout(prompt) for prompt in make_demonstrations()]
+    (minibatch,) = plan(actor, rollouts, torch.ones(len(rollouts)), minibatches=1)
+    for pack in minibatch.micro_batches:
+        pack.on_policy = True
+    result = actor.update(minibatch, build_objective("sft"))
+    actor.export_hf(folder / "sft")
+    return _report(result)
+
+
 def run_layout(rank, world_size, root, layout, checkpoint):
     """Run all checks of one layout on every rank."""
     from megatron_rl.actor import groups
@@ -272,6 +312,7 @@ def run_layout(rank, world_size, root, layout, checkpoint):
         if model == "tied":
             report["neighbour"] = _perturbed_neighbour(actor, minibatches)
             report["split"] = _score_split(actor)
+    report["sft"] = _train_on_demonstrations(folder, topology, root / "untied")
     *report["computed"], differ, moved = _compare_computed(root, topology)
     assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
@@ -325,6 +366,50 @@ def split_logprobs(folder):
             row += picked[torch.tensor(own[first + 1 : end])].tolist()
         rows.append(row)
     return rows
+
+
+def demonstration_gradient(folder):
+    """Loss and gradient by transformers: the mean over all trained tokens, sequence by sequence."""
+    model = load_model(folder, torch.float64)
+    losses = []
+    for prompt in make_demonstrations():
+        given, start = prompt.demonstration, len(prompt.token_ids)
+        text = [*prompt.token_ids, *given.token_ids]
+        own = [n >= start for n in range(len(text))]
+        for first, end in given.observed:
+            own[start + first : start + end] = [False] * (end - first)
+        bounds = [0, *(start + one for one in given.restarts), len(text)]
+        for first, end in itertools.pairwise(bounds):
+            labels = [token if own[first + n] else -100 for n, token in enumerate(text[first:end])]
+            logits = model(torch.tensor([text[first:end]])).logits[0, :-1]
+            losses.append(
+                torch.nn.functional.cross_entropy(
+                    logits, torch.tensor(labels[1:]), reduction="none", ignore_index=-100
+                )
+            )
+    tokens = sum(len(one.demonstration.token_ids) for one in make_demonstrations())
+    observed = sum(
+        end - first for one in make_demonstrations() for first, end in one.demonstration.observed
+    )
+    loss = torch.cat(losses).sum() / (tokens - observed)
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def _check_demonstrations(report, root, layout):
+    loss, gradient = demonstration_gradient(root / "untied")
+    assert report["loss"] == pytest.approx(loss, rel=1e-6)
+    assert report["deviation"] == 0.0  # ratios are 1: there is no behavior policy
+    after = load_file(root / "-".join(map(str, layout)) / "sft" / "model.safetensors")
+    before = load_file(root / "untied" / "model.safetensors")
+    largest = max(grad.abs().max().item() for grad in gradient.values())
+    for name, grad in gradient.items():
+        step = (before[name].double() - after[name].double()) - grad
+        assert step.abs().max().item() < 1e-5 * largest, name
+
+
+def test_gradient_of_demonstrations_is_that_of_transformers(root, reference):
+    _check_demonstrations(reference["sft"], root, (1, 1, 1, 1))
 
 
 def _close(got, want):
@@ -422,6 +507,7 @@ def test_layout_equals_one_process(root, reference, layout):
     report = json.loads(reports[0])
     assert report["neighbour"] == [True, True]
     _close(report["split"], reference["split"])
+    _check_demonstrations(report["sft"], root, layout)
     _check_traces(report, reference)
     for model in ("tied", "untied"):
         _close(report[model], reference[model])

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from megatron_rl.config import load_config
-from megatron_rl.data.prompts import tokenize_messages
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.seeds import derive_seed

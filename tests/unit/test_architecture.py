@@ -27,7 +27,7 @@ LAYERS = {
     "workers": {"texts", "runtime"},
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
-    "data": {"types", "texts", "messages", "config", "runtime", "distributed"},
+    "data": {"types", "texts", "messages", "config", "runtime", "distributed", "rewards"},
     "resharding": {"types", "runtime", "config", "distributed", "models"},
     "actor": {
         "types", "runtime", "config", "distributed", "objectives", "models", "resharding", "data",

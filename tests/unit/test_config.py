@@ -413,6 +413,7 @@ def test_printed_config_reads_back_to_same_config(tmp_path):
 def test_set_is_path_or_path_with_columns(tmp_path):
     """The shorter form is written; columns fall back to those of all sets."""
     columns = {"prompt": "q", "answer": "a", "source": None, "tools": None}
+    columns |= {"completion": "completion"}
     own = {"path": "b", "columns": columns}
     given = [
         "eval.sets={a: a.parquet, b: {path: b, columns: {prompt: q, answer: a}}, c: {path: c}}"

@@ -118,6 +118,7 @@ def test_every_config_is_valid(file):
         "from_trl",
         "dapo",
         "offline",
+        "sft",
         "tools",
         "ask",
         *REGIMES,

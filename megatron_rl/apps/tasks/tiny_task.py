@@ -10,6 +10,9 @@ The seed determines everything. The model of the default settings is stored next
 `--warm-up`, one core trains a model in two to three minutes, with one thread and kernels that round
 identically on every x86-64 processor with AVX2 (`PORTABLE`).
 
+With `--supervised` the model stays random, and `solutions.jsonl` and `solutions_heldout.jsonl` have
+conversations with worked solutions, wrong in some steps, for supervised fine-tuning (`sft`).
+
 The output folder contains `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
 `model/` in Hugging Face format, and `made.json`. A second call with equal settings does nothing.
 
@@ -52,6 +55,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LEARNED = 0.02  # mean loss per token at which solutions are nearly always correct
+SOLUTIONS = 40_960  # conversations of `--supervised`
 STORED = Path(__file__).with_name("tiny_model.safetensors")
 
 
@@ -148,6 +152,29 @@ def write_parquet(path: Path, problems: list[Problem]) -> None:
         for index, problem in enumerate(problems)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def write_problems(folder: Path, settings: Settings) -> list[Problem]:
+    """Write `train.parquet` and `heldout.parquet`; return the held-out problems."""
+    generator = random.Random(f"{settings.seed} problems")
+    problems = draw_distinct(generator, settings, settings.heldout + settings.train)
+    heldout, train = problems[: settings.heldout], problems[settings.heldout :]
+    write_parquet(folder / "train.parquet", train)
+    write_parquet(folder / "heldout.parquet", heldout)
+    return heldout
+
+
+def write_solutions(file: Path, settings: Settings, count: int) -> None:
+    """Write conversations with worked solutions, wrong in some steps (`Settings.noise`)."""
+    generator = random.Random(f"{settings.seed} {file.stem}")
+    with file.open("w", encoding="utf-8") as lines:
+        for _ in range(count):
+            problem = draw_problem(generator, settings)
+            messages = [
+                {"role": "user", "content": problem.question},
+                {"role": "assistant", "content": problem.solution(generator, settings.noise)},
+            ]
+            lines.write(json.dumps({"messages": messages}) + "\n")
 
 
 def build_tokenizer(max_length: int):
@@ -267,7 +294,9 @@ def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settin
     return sum(right) / len(right)
 
 
-def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
+def make(
+    folder: Path, settings: Settings, *, warm_up: bool = False, supervised: bool = False
+) -> dict:
     """Write data and model into `folder`; return the measurements."""
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -277,15 +306,15 @@ def make(folder: Path, settings: Settings, *, warm_up: bool) -> dict:
     disable_progress_bar()  # for saving one small file
     torch.manual_seed(settings.seed)
     start = time.monotonic()
-    generator = random.Random(f"{settings.seed} problems")
-    problems = draw_distinct(generator, settings, settings.heldout + settings.train)
-    heldout, train = problems[: settings.heldout], problems[settings.heldout :]
-    write_parquet(folder / "train.parquet", train)
-    write_parquet(folder / "heldout.parquet", heldout)
+    heldout = write_problems(folder, settings)
     max_length = 8 * settings.longest + 48  # similar lengths of question and answer
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
-    if not warm_up and is_stored(settings):
+    if supervised:
+        write_solutions(folder / "solutions.jsonl", settings, SOLUTIONS)
+        write_solutions(folder / "solutions_heldout.jsonl", settings, settings.heldout)
+        measured = {"updates": 0, "accuracy": 0.0}
+    elif not warm_up and is_stored(settings):
         measured = load_stored(model)
     else:
         torch.set_num_threads(1)
@@ -318,21 +347,28 @@ def load_stored(model) -> dict:
         return json.loads(stored.metadata()["measured"])
 
 
-def compute_fingerprint(settings: Settings, *, warm_up: bool = False) -> str:
-    """Hash the settings, this module and the stored model, which determine the output."""
-    text = json.dumps(asdict(settings), sort_keys=True) + ("warm-up" if warm_up else "")
+def compute_fingerprint(settings: Settings, **options: bool) -> str:
+    """Hash the settings, this module and the stored model, which determine the output.
+
+    options: those of `make`.
+    """
+    given = "".join(name.replace("_", "-") for name, is_given in options.items() if is_given)
+    text = json.dumps(asdict(settings), sort_keys=True) + given
     parts = [text.encode(), Path(__file__).read_bytes(), STORED.read_bytes()]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def make_once(output: Path, settings: Settings, *, warm_up: bool = False) -> dict:
-    """Create the task in `output` unless it exists; return the content of made.json."""
-    fingerprint = compute_fingerprint(settings, warm_up=warm_up)
+def make_once(output: Path, settings: Settings, **options: bool) -> dict:
+    """Create the task in `output` unless it exists; return the content of made.json.
+
+    options: those of `make`.
+    """
+    fingerprint = compute_fingerprint(settings, **options)
     stamp = {"fingerprint": fingerprint, "settings": asdict(settings)}
     return make_folder_once(
         output,
         stamp,
-        lambda folder: make(folder, settings, warm_up=warm_up),
+        lambda folder: make(folder, settings, **options),
         f"tiny task: {settings.train} + {settings.heldout} prompts, a model of "
         "{parameters:,} parameters right in {accuracy:.0%} of its answers",
     )
@@ -385,17 +421,20 @@ def main() -> None:
     """Run the command line."""
     parser = settings_parser(Settings, ".cache/tiny_task", __doc__)
     parser.add_argument("--warm-up", action="store_true", help="Train the model even if stored.")
+    parser.add_argument("--supervised", action="store_true", help="Leave the model random.")
     arguments = vars(parser.parse_args())
-    output, warm_up = arguments.pop("output"), arguments.pop("warm_up")
+    output = arguments.pop("output")
+    warm_up, supervised = arguments.pop("warm_up"), arguments.pop("supervised")
     try:
         settings = Settings(**arguments)
-        if (warm_up or not is_stored(settings)) and not PORTABLE.items() <= os.environ.items():
+        trains = not supervised and (warm_up or not is_stored(settings))
+        if trains and not PORTABLE.items() <= os.environ.items():
             # Libraries read these when they are loaded, and torch is not loaded yet.
             command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", *sys.argv[1:]]
             os.execve(sys.executable, command, {**os.environ, **PORTABLE})
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no network access
         hide_unloadable_builds()
-        make_once(output, settings, warm_up=warm_up)
+        make_once(output, settings, warm_up=warm_up, supervised=supervised)
     except ValueError as error:
         sys.exit(f"tiny_task: {error}")
 

@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from megatron_rl.data.prompts import load_prompts, tokenize_messages
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import count_rows
 from megatron_rl.data.tokenizer import check_tokenizer_files, describe_raw, load_tokenizer
 from megatron_rl.errors import UserError

@@ -1,6 +1,13 @@
 """Results of one group of eight gloo processes, shared by the layout and objective tests."""
 
+import atexit
 import functools
+import os
+import pickle
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock
 
 from tests.ranks import run_ranks
 
@@ -21,5 +28,14 @@ def on_rank(rank, world_size):
 
 @functools.cache
 def all_results():
-    """Return every rank's results, computed on the first call."""
-    return run_ranks(on_rank, 8)
+    """Return every rank's results, computed on the first call of any test worker of this run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return run_ranks(on_rank, 8)
+    file = Path(tempfile.gettempdir(), f"megatron_rl-eight-ranks-{run}")
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            atexit.register(Path(f"{file}.lock").unlink, missing_ok=True)
+            atexit.register(file.unlink, missing_ok=True)
+            file.write_bytes(pickle.dumps(run_ranks(on_rank, 8)))
+        return pickle.loads(file.read_bytes())

@@ -59,6 +59,7 @@ NAMED = {
     "m2po": ("token", ("m2", 0.04), "through_weight", "token_mean"),
     "cppo": ("token", ("budget", 0.15, 0.015, 0.8), "through_weight", "token_mean"),
     "topr": ("sequence_product", ("taper", 1.0, 1.0, 0.0, 1.0), "detached", "response_sum"),
+    "sft": ("one", ("none",), "detached", "token_mean"),
     "asymre": ("one", ("none",), "detached", "response_sum"),
     "positive_only": ("one", ("none",), "detached", "response_mean", {"negative": 0.0}),
     "damped_negatives": ("one", ("none",), "detached", "response_mean", {"negative": 0.1}),

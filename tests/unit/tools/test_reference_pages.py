@@ -18,11 +18,11 @@ def test_every_key_has_its_default_its_rule_and_a_text():
     # A section within a section is a key of its own; columns of other sets are those of `data`.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
               "eval.sets.columns", "logging.mlflow", "logging.trackio", "logging.wandb",
-              "shaping.overlong"}  # fmt: skip
+              "sft.validation", "sft.validation.columns", "shaping.overlong"}  # fmt: skip
     keys = [key.replace("data.columns.", "data.columns/") for key in valid_keys(Config)]
     keys = [key.replace("/", ".") for key in keys if ".columns." not in key]
     assert set(output) == {*keys, *within}
     assert output["optimizer.beta1"] == "=0.9` (number ≥ 0.0, < 1.0)"
-    assert output["rollout.responses_per_prompt"] == "=8` (integer ≥ 2)"
+    assert output["rollout.responses_per_prompt"] == "=8` (integer ≥ 1)"
     assert output["run.resume"] == "=never` (`never`, `auto`)"
     assert output["run.name"] == "=null` (file name)"

@@ -105,7 +105,7 @@ def test_layouts_behind_a_lower_bound_are_not_run(planner, monkeypatch):
     )  # fmt: skip
     runs = DryRuns(planner.config)
     found = search(planner, runs, 8, FIXED | {"tokens": 16384}, top=1)
-    assert found.slower > 0 and {probe.layout.tensor for probe in runs.done} == {1}
+    assert found.slower > 0 and max(probe.layout.tensor for probe in runs.done) < 4
     monkeypatch.setattr(search_module, "MAX_DRY_RUNS", 0)
     limited = search(planner, runs, 8, FIXED)
     assert not limited.options and limited.unmeasured > found.slower
