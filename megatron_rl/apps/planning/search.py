@@ -258,8 +258,8 @@ def _with_layout(
 def flatten(run: DryRun) -> Counts:
     """Return a dry run's counts by name, for extrapolation."""
     counts: Counts = {f"states {name}": size for name, size in run.states.items()}
-    counts |= {"asleep": sum(run.asleep.values()), "host": run.asleep_host}
-    counts |= {"communicators": run.communicators, "tokens": sum(run.sequences)}
+    counts |= {"asleep": sum(run.asleep.values()), "communicators": run.communicators}
+    counts["tokens"] = sum(run.sequences)
     counts["squares"] = sum(length**2 for length in run.sequences)
     for name in ("behavior", "update", "step"):
         phase = run.phases[name]
@@ -391,7 +391,7 @@ class Planner:
         fraction = engine.memory / room
         memory["rollout"] += fraction * room
         optimizer = max(each["states optimizer"] for each in stages) * replicas
-        host = max(each["host"] - (1 - replicas) * each["states optimizer"] for each in stages)
+        host = optimizer + self._reference_bytes(stages)
         seconds = {
             "rollout": self.rollout_seconds(engine, layout.world_size // layout.rollout_tensor),
             "behavior": self.scoring_passes
@@ -436,6 +436,14 @@ class Planner:
     def scoring_passes(self) -> int:
         """Forward passes over the rollout batch: of the behavior policy, and of a reference."""
         return 1 + ("reference_logprobs" in self.config.objective.choice.needs)
+
+    def _reference_bytes(self, stages: Sequence[Counts]) -> float:
+        """Return the bytes of a reference policy, unless it is the model without its adapters."""
+        config = self.config
+        is_own = config.lora is not None and config.reference_path == config.model.path
+        if self.scoring_passes == 1 or is_own:
+            return 0.0
+        return max(stage["states weights"] for stage in stages)
 
     def stages(self, layout: Layout, dry_runs: DryRuns) -> tuple[list[Counts], float]:
         """Return the counts of the first (or only) and the last stage, and the replicas' share.
