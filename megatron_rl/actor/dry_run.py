@@ -213,6 +213,19 @@ class Stage:
         return count_and_permute
 
 
+@contextlib.contextmanager
+def on_step(begin: Callable[[], object]) -> Iterator[None]:
+    """Call `begin` before the optimizer's step of each update in the block."""
+    take_step = actor_module.take_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return take_step(*args, **kwargs)
+
+    with mock.patch.object(actor_module, "take_step", step):
+        yield
+
+
 def _repeat_own(objects: list[Any], own: Any, group: Any = None) -> None:
     """Simulate an all-gather in which every rank has this rank's object."""
     objects[:] = [own] * len(objects)

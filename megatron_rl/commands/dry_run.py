@@ -52,8 +52,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     import tempfile
     from pathlib import Path
 
-    from megatron_rl.apps.planning.built_in import with_built_in_model
     from megatron_rl.apps.planning.fit import DoesNotFitError
+    from megatron_rl.apps.planning.models import with_built_in_model
     from megatron_rl.config import load_config
     from megatron_rl.preflight.resources import DOES_NOT_FIT
 
@@ -70,16 +70,15 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _dry_run(config: "Config", options: argparse.Namespace) -> str:
     """Return the printed text; raises DoesNotFitError with settings that would fit."""
-    from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
-    from megatron_rl.apps.planning.dry_run_report import as_values, describe
+    from megatron_rl.apps.planning.dry_run import as_values, describe, dry_run_rank, stage_ranks
     from megatron_rl.apps.planning.fit import (
         check_fit,
         describe_moments,
         moments,
+        response_bytes,
         summarize_fit,
         uncounted_loaders,
     )
-    from megatron_rl.apps.planning.response_bytes import response_bytes
     from megatron_rl.models.shape import read_model_shape
     from megatron_rl.preflight.layout import check_layout
 

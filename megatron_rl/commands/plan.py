@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,9 @@ from megatron_rl.commands.ending import leave
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 from megatron_rl.preflight.layout import too_long
+from megatron_rl.runtime.processes import quiet_libraries
 
-NOTICE_SECONDS = 10  # of a search without output
+CACHE = Path.home() / ".cache" / "megatron_rl" / "dry_runs"
 # Config keys that fix one dimension of the layout -> its name in the search.
 LAYOUT_KEYS = {
     "parallel.tensor": "tensor",
@@ -45,26 +45,33 @@ def add_parser(commands: Commands) -> None:
         overrides("trainer.epochs=4"),
         help="List the layouts of a model that fit, and their time per step.",
         description="List every layout of a model that fits a number of devices, fastest first, "
-        "with memory and seconds of each phase, computed by formula (docs/planning.md). Lengths, "
+        "with memory and seconds of each phase, from dry runs (docs/planning.md), whose counts are "
+        "kept in ~/.cache/megatron_rl. Lengths, "
         "batch sizes and epochs are taken from --config; parallel.* and rollout.tensor given as "
-        "key=value are kept fixed.",
-        sets_environment=False,
+        "key=value are kept fixed, and rollout.gpu_memory_utilization is not exceeded.",
     )  # fmt: skip
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print the table, and write the config of the chosen row if --write is given."""
+    quiet_libraries()
     print(_plan(options))
     return leave(0)
 
 
 def _plan(options: argparse.Namespace) -> str:
-    from megatron_rl.apps.planning.built_in import find_shape
-    from megatron_rl.apps.planning.devices import find_device
-    from megatron_rl.apps.planning.layout_report import config_text, describe, plan
-    from megatron_rl.apps.planning.workload import workload_of
+    import os
+    import tempfile
+
+    from megatron_rl.apps.planning.generation import workload_of
+    from megatron_rl.apps.planning.models import find_shape, with_built_in_model
+    from megatron_rl.apps.planning.rates import find_device
+    from megatron_rl.apps.planning.report import config_text, describe, require_fit
+    from megatron_rl.apps.planning.search import DryRuns, Planner, search
 
     config, fixed = _read(options)
+    if options.write is not None and Path(options.write).exists():
+        raise ConfigError(f"--write {options.write}: the file exists; name another one")
     device = find_device(options.device)
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
@@ -75,27 +82,29 @@ def _plan(options: argparse.Namespace) -> str:
     workload.response_lengths()  # rejects an impossible mean before the search
     if workload.longest > shape.max_position_embeddings:
         raise ConfigError(too_long(config, shape))
-    message = f"still comparing layouts of {options.model}; many devices take minutes"
-    notice = threading.Timer(NOTICE_SECONDS, _warn, (message,))
-    notice.daemon = True
-    notice.start()
-    try:
-        result = plan(shape, device, options.devices, workload, fixed)
-    finally:
-        notice.cancel()
+    with tempfile.TemporaryDirectory() as folder:
+        planner = Planner(with_built_in_model(config, Path(folder)), shape, device, workload)
+        if any(each.startswith("rollout.gpu_memory_utilization=") for each in options.overrides):
+            planner = replace(planner, engine_share=config.rollout.gpu_memory_utilization)
+        dry_runs = DryRuns(planner.config, folder=CACHE, workers=len(os.sched_getaffinity(0)))
+        try:
+            result = search(
+                planner, dry_runs, options.devices, fixed,
+                top=max(options.top, options.choice), progress=_warn,
+            )  # fmt: skip
+        finally:
+            dry_runs.close()
+    require_fit(result, planner)
     if not 1 <= options.choice <= len(result.options):
         raise ConfigError(f"--choice {options.choice}: give a row from 1 to {len(result.options)}")
     text = describe(
-        result, config, top=options.top, show_rejected=options.rejected, choice=options.choice
+        result, planner, top=options.top, show_rejected=options.rejected, choice=options.choice
     )
     if options.write is None:
         return text
     file = Path(options.write)
-    if file.exists():
-        raise ConfigError(f"--write {file}: the file exists; name another one")
-    file.write_text(
-        config_text(result.options[options.choice - 1], config, result), encoding="utf-8"
-    )
+    chosen = result.options[options.choice - 1]
+    file.write_text(config_text(chosen, planner, config, options.devices), encoding="utf-8")
     return f"{text}\nwrote row {options.choice} to {file}"
 
 
@@ -119,8 +128,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
         from megatron_rl.preflight.start import resolve_epochs
 
         config, _ = resolve_epochs(config, echo=_warn)
-    fixed: dict[str, object] = {"expert_share": config.run.largest_expert_share}
-    fixed["lora"] = config.lora
+    fixed: dict[str, object] = {}
     for override in options.overrides:
         key = override.partition("=")[0]
         if key in LAYOUT_KEYS:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.apps.planning.published import CONFIGS
+from megatron_rl.apps.planning.models import CONFIGS
 from megatron_rl.config import load_config
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives import build_objective

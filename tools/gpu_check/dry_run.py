@@ -69,7 +69,7 @@ def peaks_of_a_dry_run(config_file):
 def allocated(config_file):
     """Return peak bytes by phase of the real actor."""
     from megatron_rl.apps.planning.dry_run import measure
-    from megatron_rl.apps.planning.meter import Meter
+    from megatron_rl.apps.planning.fake_device import Meter
     from megatron_rl.config import load_config
 
     config, topology = load_config(config_file), one_process()

@@ -10,15 +10,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.dry_run import Stage, group_names
+from megatron_rl.actor.dry_run import Stage, group_names, on_step
 from megatron_rl.actor.reference import ReferencePolicy
-from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
-from megatron_rl.apps.planning.meter import Meter, PhaseCount
+from megatron_rl.apps.planning.fake_device import CPU, CUDA, Meter, PhaseCount, fake_device
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
 from megatron_rl.distributed.topology import Topology
@@ -29,6 +29,11 @@ from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
 from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
+GIB, MIB, TERA = 2**30, 2**20, 10**12
+DESCRIBED = ("behavior", "update")
+LINES = 8  # maximum number of source lines shown per table
+CATEGORIES = ("weights", "gradients", "optimizer", "activations")
+NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data", "ep": "expert"}
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,7 @@ def measure(
     for pack, head in zip(packs, heads or (), strict=heads is not None):
         pack.reference_head = head
     for update in range(updates):
-        meter.begin("update" if update == 0 else f"update {update + 1}")
-        actor.update(minibatch, objective)
+        _update(actor, minibatch, objective, meter, number=f" {update + 1}" if update else "")
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
     meter.begin("asleep")
     actor.sleep()
@@ -158,6 +162,15 @@ def measure(
         asleep=dict(meter.live_bytes),
         asleep_host=meter.live_bytes_on_host,
     )
+
+
+def _update(
+    actor: MegatronActor, minibatch: Minibatch, objective: Any, meter: Meter, *, number: str
+) -> None:
+    """Run one update, its optimizer step as a phase of its own."""
+    meter.begin(f"update{number}")
+    with on_step(partial(meter.begin, f"step{number}")):
+        actor.update(minibatch, objective)
 
 
 def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
@@ -241,3 +254,78 @@ def _rollout(tokens: Sequence[int], max_prompt_tokens: int) -> Rollout:
         observed=observed, restarts=tuple(restarts),
     )  # fmt: skip
     return Rollout(prompt, response, GradeResult(0.0, "", None))
+
+
+def describe(dry_run: DryRun) -> str:
+    """Describe memory by phase, peak allocations by line, collectives, FLOPs and host stalls."""
+    place = ", ".join(f"{NAMES[k]} {rank}/{size}" for k, (rank, size) in dry_run.place.items())
+    of_update = dry_run.micro_batches_of_update
+    lines = [
+        f"rank {dry_run.rank} of {dry_run.processes} ({place}): {dry_run.parameters:,} parameters",
+        f"packs of {len(dry_run.sequences)} sequences, {sum(dry_run.sequences):,} tokens, "
+        f"{dry_run.local_tokens:,} on this rank; {dry_run.micro_batches} packs were run, "
+        f"an update has {of_update} if every response has the maximum length",
+        "",
+        f"  {'GiB on the device':<20}" + "".join(f"{name:>13}" for name in (*CATEGORIES, "total")),
+        _memory_line("built", dry_run.states),
+        *(_memory_line(f"{k}, peak", p.by_category) for k, p in dry_run.phases.items()),
+        _memory_line("asleep", dry_run.asleep)
+        + f"   and {dry_run.asleep_host / GIB:.2f} on the host",
+    ]
+    for name, phase in dry_run.phases.items():
+        if name not in DESCRIBED:  # the second update differs only in its memory
+            continue
+        lines += ["", f"{name}: {phase.flops / TERA:,.1f} TFLOP in matrix products and attention"]
+        lines += _phase_lines(phase)
+    return "\n".join(lines)
+
+
+def _memory_line(name: str, by_category: Any) -> str:
+    sizes = [by_category.get(category, 0) for category in CATEGORIES]
+    sizes.append(sum(by_category.values()))
+    return f"  {name:<20}" + "".join(f"{size / GIB:>13.2f}" for size in sizes)
+
+
+def _phase_lines(phase: PhaseCount) -> list[str]:
+    largest = sorted(phase.by_line.items(), key=lambda item: -item[1])
+    shown = [(line, size) for (kind, line), size in largest if kind == "activations" and size]
+    lines = ["  activations at the peak, by source line"] if shown else []
+    lines += [f"    {size / GIB:8.2f} GiB  {line}" for line, size in shown[:LINES]]
+    if len(shown) > LINES:
+        rest = sum(size for _, size in shown[LINES:])
+        lines.append(f"    {rest / GIB:8.2f} GiB  {len(shown) - LINES} other lines")
+    if phase.messages:
+        lines.append("  collectives                              group   ranks   calls         MiB")
+    lines += [
+        f"    {c.operation:<36} {c.group:<10} {c.ranks:>4} {c.count:>7} {c.bytes / MIB:>11,.1f}"
+        for c in phase.collectives
+    ]
+    if phase.stalls:
+        lines.append(f"  the host waits for the device {phase.stalls.total()} times")
+        lines += [f"    {count:>6} x {line}" for line, count in phase.stalls.most_common(LINES)]
+    return lines
+
+
+def as_values(dry_run: DryRun) -> dict[str, Any]:
+    """Convert all fields to JSON values; memory is in bytes."""
+    values = {
+        key: dict(value) if key in ("place", "states", "asleep") else value
+        for key, value in vars(dry_run).items()
+        if key != "phases"
+    }
+    values["phases"] = {
+        name: {
+            "peak": phase.peak,
+            "by_category": phase.by_category,
+            "by_line": {
+                f"{category} {line}": size
+                for (category, line), size in phase.by_line.items()
+                if size
+            },
+            "flops": phase.flops,
+            "collectives": [vars(each) for each in phase.collectives],
+            "stalls": dict(phase.stalls),
+        }
+        for name, phase in dry_run.phases.items()
+    }
+    return values

@@ -1,26 +1,284 @@
-"""Fake device whose tensors are torch `meta` tensors, which have no values.
+"""Fake device whose tensors are torch `meta` tensors, and the meter that counts its operations.
 
-Python code sees tensors on the fake device. Reads by the host return a fixed value (1 for a scalar,
-nan for a float tensor, 0 for an integer tensor) and are counted as stalls, because the host would
-wait for a real device.
+Meta tensors have no values. Python code sees tensors on the fake device. Reads by the host return a
+fixed value (1 for a scalar, nan for a float tensor, 0 for an integer tensor) and are counted as
+stalls, because the host would wait for a real device.
+
+The meter is a dispatch mode that intercepts every tensor that torch creates, real or `meta`, and
+every collective. It does not count allocations inside a kernel.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from megatron_rl.apps.planning.meter import HOST as ON_HOST
-from megatron_rl.apps.planning.meter import Meter, source_line
+PACKAGE = str(Path(__file__).parents[2]) + os.sep
+# Allocations in these files are attributed to their callers.
+FAKES = tuple(
+    os.path.join(PACKAGE, *path) for path in (("apps", "planning", ""), ("actor", "dry_run"))
+)
+MEGATRON_CORE = os.path.join("", "megatron", "core", "")
+INSIDE_A_COLLECTIVE = "inside a collective"  # used as a source line
+HOST_CATEGORY = "host"  # the category of page-locked host memory
+_NO_MESSAGE = ("barrier", "monitored_barrier_")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """All calls of one collective in one group during one phase, with their total input bytes."""
+
+    operation: str
+    group: str
+    ranks: int
+    count: int
+    bytes: int
+
+
+@dataclass
+class PhaseCount:
+    """Counts of one phase."""
+
+    peak: int = 0
+    by_category: dict[str, int] = field(default_factory=dict)  # at the peak
+    by_line: dict[tuple[str, str], int] = field(default_factory=dict)  # (category, source line)
+    flops: int = 0
+    attention_flops: int = 0  # part of `flops`
+    kernels: int = 0  # operations that compute or copy
+    moved: int = 0  # bytes that they read and write
+    kept: int | None = None  # activations when the backward pass begins
+    messages: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    message_bytes: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+    stalls: Counter[str] = field(default_factory=Counter)  # source line: reads by the host
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Collectives, sorted by operation, group and group size."""
+        return [Collective(*k, n, self.message_bytes[k]) for k, n in sorted(self.messages.items())]
+
+
+class Meter(TorchDispatchMode):
+    """Dispatch mode that counts tensors for which `counts` is true.
+
+    Sizes are rounded up to `granularity` bytes. New tensors belong to the current `category`.
+    group_names: readable names of process groups, by torch's name.
+    """
+
+    def __init__(
+        self, *, counts: Callable[[Tensor], bool] = lambda tensor: True, granularity: int = 1
+    ) -> None:
+        super().__init__()
+        self.counts, self.granularity = counts, granularity
+        self.category, self.group_names = "weights", {}  # type: ignore[var-annotated]
+        self.total, self.phases = 0, {"start": PhaseCount()}
+        self.phase = self.phases["start"]
+        self._live: Counter[str] = Counter()
+        self._lines: dict[tuple[str, str], int] = {}
+        self._known: dict[int, tuple[Any, int, tuple[str, str]]] = {}  # by storage
+
+    def begin(self, name: str) -> None:
+        """Start phase `name`, or continue it."""
+        self.phase = self.phases.setdefault(name, PhaseCount())
+        self._note_peak()
+
+    def add_flops(self, flops: int) -> None:
+        """Add the FLOPs of an attention kernel, which the dispatch mode does not intercept."""
+        self.phase.flops += flops
+        self.phase.attention_flops += flops
+
+    @property
+    def live_bytes(self) -> Mapping[str, int]:
+        """Current bytes by category."""
+        return {name: size for name, size in self._live.items() if size and name != HOST_CATEGORY}
+
+    @property
+    def live_bytes_on_host(self) -> int:
+        """Current bytes of page-locked host memory."""
+        return self._live[HOST_CATEGORY]
+
+    def relabel(self, tensor: Tensor, category: str) -> None:
+        """Move a tensor's memory to another category."""
+        key = tensor.untyped_storage()._cdata
+        if key in self._known:
+            reference, size, (old, line) = self._known[key]
+            self._add(-size, (old, line))
+            self._add(size, (category, line))
+            self._known[key] = (reference, size, (category, line))
+
+    @contextmanager
+    def watching(self) -> Iterator[Meter]:
+        """Count within the block, including storages that are resized."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (key := storage._cdata) in self._known:
+                reference, before, owner = self._known[key]
+                rounded = self._round(size)
+                self._known[key] = (reference, rounded, owner)
+                self._add(rounded - before, owner)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
+            yield self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.phase.kept is None and torch._C._current_graph_task_id() >= 0:
+            self.phase.kept = self._live["activations"]
+        result = self.run(func, args, kwargs or {})
+        if func.namespace == "c10d":
+            self._count_message(func, args)
+        else:
+            self._count_kernel(func, args, result)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and self.counts(tensor):
+                self._track(tensor)
+        return result
+
+    def _count_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Count an operation's FLOPs and the bytes that it reads and writes; views have none.
+
+        A new tensor without values stands for a fused kernel's output.
+        """
+        flops, phase = _flops(func.overloadpacket, args), self.phase
+        phase.flops += flops
+        if func.overloadpacket in _ATTENTION:
+            phase.attention_flops += flops
+        if not _is_view(func):
+            phase.kernels += 1
+        if not _is_view(func) and not flops:  # products read while they compute
+            phase.moved += sum(
+                tensor.numel() * tensor.element_size()
+                for tensor in tree_leaves((args, result))
+                if isinstance(tensor, Tensor) and self.counts(tensor)
+            )
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the operation; subclasses may replace its result."""
+        return func(*args, **kwargs)
+
+    def _round(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
+
+    def _track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        line = source_line()
+        if line == INSIDE_A_COLLECTIVE:  # gloo's reduce-scatter copies its input; NCCL's does not
+            return
+        size, owner = self._round(storage.nbytes()), (self.category, line)
+        reference = weakref.ref(storage, lambda _: self._forget(key))
+        self._known[key] = (reference, size, owner)
+        self._add(size, owner)
+
+    def _forget(self, key: int) -> None:
+        _, size, owner = self._known.pop(key)
+        self._add(-size, owner)
+
+    def _add(self, size: int, owner: tuple[str, str]) -> None:
+        self._live[owner[0]] += size
+        if owner[0] == HOST_CATEGORY:
+            return
+        self.total += size
+        self._lines[owner] = self._lines.get(owner, 0) + size
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self.total > self.phase.peak:
+            self.phase.peak = self.total
+            self.phase.by_category = dict(self.live_bytes)
+            self.phase.by_line = self._lines.copy()
+
+    def _count_message(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._opname
+        if name in _NO_MESSAGE:
+            return
+        boxed = next(x for x in args if isinstance(x, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
+        key = (name, self.group_names.get(group.group_name, group.group_name), group.size())
+        self.phase.messages[key] += 1
+        self.phase.message_bytes[key] += max(_bytes(part) for part in args[:2])
+
+
+def _bytes(tensors: Any) -> int:
+    leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _flops(operation: Any, args: tuple[Any, ...]) -> int:
+    """Return the FLOPs of a matrix product or of CPU attention; a multiply-add counts as 2."""
+    aten = torch.ops.aten
+    if operation is aten.mm or operation is aten.bmm:
+        return 2 * args[0].numel() * args[1].shape[-1]
+    if operation is aten.addmm or operation is aten.addmm_ or operation is aten.baddbmm:
+        return 2 * args[1].numel() * args[2].shape[-1]
+    if operation is aten._scaled_dot_product_flash_attention_for_cpu:
+        return 4 * args[0].numel() * args[1].shape[2]
+    if operation is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return 10 * args[1].numel() * args[2].shape[2]
+    return 0
+
+
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operation returns a part of its input without computing anything."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+_SOURCES: dict[CodeType, str | None] = {}
+
+
+def source_line() -> str:
+    """Return the innermost line of this project or of Megatron-core that is being executed."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code not in _SOURCES:
+            _SOURCES[code] = _source(code.co_filename)
+        if (source := _SOURCES[code]) is not None:
+            return source if source == INSIDE_A_COLLECTIVE else f"{source}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
+def _source(file: str) -> str | None:
+    if file.startswith(PACKAGE):
+        return None if file.startswith(FAKES) else "megatron_rl/" + file.removeprefix(PACKAGE)
+    if file == dist.distributed_c10d.__file__:
+        return INSIDE_A_COLLECTIVE
+    _, matched, rest = file.rpartition(MEGATRON_CORE)
+    return "megatron/core/" + rest if matched else None
+
 
 META, HOST = torch.device("meta"), torch.device("cpu")
 # A CPU with an index stands for the fake device; tensors without it are the host's own.
@@ -71,7 +329,7 @@ class FakeDevice(TorchFunctionMode):
 
     def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Create page-locked host memory as a meta tensor, so that nothing is allocated."""
-        category, self.meter.category = self.meter.category, ON_HOST
+        category, self.meter.category = self.meter.category, HOST_CATEGORY
         try:
             return func(*args, **kwargs)
         finally:

@@ -14,25 +14,29 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from megatron_rl.apps.planning.adapter_bytes import host_bytes as host_bytes_of_engine
-from megatron_rl.apps.planning.adapter_bytes import slot_bytes
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank, stage_ranks
-from megatron_rl.apps.planning.footprint import (
-    COMMUNICATOR,
-    ENGINE_ASLEEP,
-    PREPARED,
-    RESERVE,
-    RESERVED_COMMUNICATORS,
-    route_bytes,
-)
-from megatron_rl.apps.planning.parts import cached_elements, state_bytes
-from megatron_rl.apps.planning.response_bytes import response_bytes
+from megatron_rl.apps.planning.generation import engine_sizes
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.data.token_rows import PIECE_BYTES
+from megatron_rl.models.adapters import count_adapter_parameters, slot_elements
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout, largest_module
+from megatron_rl.trainer.actor_settings import build_adapter_settings
 
 GIB = 2**30
+MIB = 2**20
+# Memory of a sleeping engine: CUDA graphs, buffers and communicators. vLLM logged "5.82 GiB memory
+# is still in use" on a 96 GiB device, CUDA context included
+# (imokuri.com/blog/2025/07/vllm-sleep-mode).
+ENGINE_ASLEEP = 4 * GIB
+# Memory that torch's allocator does not count or cannot use: the CUDA context, NCCL (0.5 to 0.7 GiB
+# per communicator: github.com/NVIDIA/nccl issue 964), cuBLAS workspaces, fragmentation.
+RESERVE = 6 * GIB
+COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve covers
+RESERVED_COMMUNICATORS = 4
+PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
+COLUMN = 4  # bytes of a token id, and of a log-prob
 SUGGESTIONS = 2  # number of suggestions to find
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
 HOST = "a process on the host"
@@ -128,7 +132,7 @@ def moments(
     on_host = {
         "responses of a step": received.rank if dry_run.rank else received.writer,
         "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
-        **host_bytes_of_engine(config, engine=weights + sum(slots.values())),
+        **adapter_host_bytes(config, engine=weights + sum(slots.values())),
     }
     return [
         *first,
@@ -170,8 +174,7 @@ def _module_bytes(config: Config, dry_run: DryRun) -> int:
     """Return bytes of the largest module of a layer, in full shape, of each pipeline stage."""
     layout = EngineLayout(config.rollout.tensor, dry_run.processes, config.rollout.expert_parallel)
     largest = largest_module(read_model_shape(config.model.path), layout, rank=dry_run.rank)
-    width = 4 if config.trainer.dtype == "float32" else 2
-    return width * largest * config.parallel.pipeline
+    return _width(config) * largest * config.parallel.pipeline
 
 
 def prepared_bytes(config: Config, dry_run: DryRun) -> int:
@@ -204,16 +207,91 @@ def summarize_fit(moments: list[Moment]) -> str:
 
 def _engine_bytes(config: Config, dry_run: DryRun) -> tuple[int, int]:
     """Return bytes of one engine rank: its weights, and the cache of one longest sequence."""
-    shape, tensor = read_model_shape(config.model.path), config.rollout.tensor
-    layout = EngineLayout(tensor, dry_run.processes, config.rollout.expert_parallel)
-    sizes = layout.parameter_shapes(shape, rank=dry_run.rank)
-    if shape.tied_embeddings:
-        sizes.pop("lm_head.weight", None)
-    width = 4 if config.trainer.dtype == "float32" else 2
-    per_token = int(cached_elements(shape, tensor))
-    weights = sum(math.prod(size) for size in sizes.values())
-    cache = width * per_token * config.max_model_tokens + int(state_bytes(shape, tensor))
-    return width * weights, cache
+    rollout, width = config.rollout, _width(config)
+    sizes = engine_sizes(
+        read_model_shape(config.model.path), rollout.tensor, rollout.expert_parallel
+    )
+    cache = width * int(sizes.cached) * config.max_model_tokens + int(sizes.states)
+    return width * sizes.weights, cache
+
+
+def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
+    """Return the bytes of the recorded experts per token of a context-parallel shard.
+
+    Each layer of a rank records the chosen experts of its tokens, in one byte each, or two if the
+    model has more than 256 experts.
+    """
+    if shape.experts is None:
+        return 0.0
+    layers = min(math.ceil(shape.num_layers / stages), len(shape.layers_with("experts")))
+    width = 1 if shape.experts.num_experts <= 256 else 2
+    return layers * shape.experts.experts_per_token * width / tensor
+
+
+def slot_bytes(config: Config) -> dict[str, int]:
+    """Return bytes of one engine rank's slots on the device, by name; empty without adapters."""
+    settings = build_adapter_settings(config)
+    if settings is None:
+        return {}
+    elements = slot_elements(
+        read_model_shape(config.model.path), rank=settings.lora.rank, targets=settings.lora.targets,
+        tensor=config.rollout.tensor,
+    )  # fmt: skip
+    return {f"{settings.versions} slots of adapters": _width(config) * settings.versions * elements}
+
+
+def adapter_host_bytes(config: Config, *, engine: int) -> dict[str, int]:
+    """Return bytes that one engine rank has on its host, by name; empty without adapters.
+
+    engine: of what it computes with, which vLLM copies to the host while it sleeps (level 1).
+    """
+    settings = build_adapter_settings(config)
+    if settings is None:
+        return {}
+    shape = read_model_shape(config.model.path)
+    one = count_adapter_parameters(shape, rank=settings.lora.rank, targets=settings.lora.targets)
+    return {
+        "the sleeping engine's weights": engine,
+        "adapters": _width(config) * settings.versions * one,
+    }
+
+
+def _width(config: Config) -> int:
+    return 4 if config.trainer.dtype == "float32" else 2
+
+
+@dataclass(frozen=True)
+class ResponseBytes:
+    """Upper limits of one step, if every response has the maximum length; without texts."""
+
+    rank: int  # of any rank but 0: what it trains, and the behavior log-probs of what it owns
+    writer: int  # of rank 0, which writes all rollouts
+    piece: int  # sent or received in one collective, unless a single response is longer
+
+    def __str__(self) -> str:
+        return (
+            f"responses of a step, on the host: a rank receives at most {self.rank / MIB:,.1f} MiB "
+            f"and rank 0, which writes them, {self.writer / MIB:,.1f} MiB, in pieces of "
+            f"{self.piece / MIB:,.0f} MiB"
+        )
+
+
+def response_bytes(config: Config, *, processes: int) -> ResponseBytes:
+    """Count the bytes from the settings."""
+    rollout, minibatches = config.rollout, config.trainer.minibatches
+    responses = rollout.prompts_per_step * rollout.responses_per_prompt
+    replicas, engines = processes // config.parallel.model_size, processes // rollout.tensor
+    trained = minibatches * -(-responses // (minibatches * replicas))
+    prompts = -(-rollout.prompts_per_step // engines)
+    owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
+    # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
+    each = COLUMN * rollout.max_response_tokens
+    everything = 3 * each * responses
+    partial = config.lag.partial_rollouts is not None  # every rank has all of them
+    own = everything if partial else min(everything, 3 * each * trained + each * owned)
+    return ResponseBytes(
+        0 if processes == 1 else own, 0 if processes == 1 else everything, PIECE_BYTES
+    )
 
 
 def find_lacking(

@@ -1,4 +1,7 @@
-"""Generation time of a rollout batch, and the engine's memory, as research/docs/planner.md derives.
+"""Workload of a step, and the generation time and memory of a rollout batch in vLLM's engines.
+
+Response lengths are unknown before a run. Planning uses the quantiles of a log-normal distribution,
+truncated at the response limit, in a fixed shuffled order.
 
 One decoding step reads the engine's weights once and the keys and values of every running sequence
 (Pope et al., "Efficiently Scaling Transformer Inference", arXiv 2211.05102). Sequences end at
@@ -9,28 +12,176 @@ end of a sequence to the next.
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist, fmean
 
-from megatron_rl.apps.planning.devices import GIB, Device
-from megatron_rl.apps.planning.parts import (
-    active_parameters,
-    cached_elements,
-    engine_parameters,
-    state_bytes,
-)
-from megatron_rl.apps.planning.workload import Workload
+from megatron_rl.apps.planning.rates import RATES, Device, message_seconds
+from megatron_rl.config import Config
+from megatron_rl.data.packing import assign_packs, padded_length
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.layouts import EngineLayout
 
-STEP_SECONDS = 3e-3  # host time per step: scheduling, sampling, launching a captured graph
-# Host time per running sequence and step: scheduling its token, its log-prob and its output.
-# vLLM prepares one step while the device computes another, so a step takes the longer of the two.
-SEQUENCE_SECONDS = 30e-6
-LAYER_SECONDS = 12e-6  # small kernels of one layer
-REDUCE_SECONDS = 12e-6  # latency of one all-reduce within an engine; two in a layer
-GRAPHS = 2 * GIB  # captured graphs and temporaries of one step
-MEMORY_PART, COMPUTE_PART = 0.75, 0.5  # of the device's rates
+GRAPHS = 2 * 2**30  # bytes of captured graphs and temporaries of one step
 ADMITTED = 0.95  # maximum cache utilization at which a new sequence starts
+SPREAD = 0.8  # standard deviation of log length: the 84th percentile is 2.2 times the median
+MEAN_PART = 0.45  # default mean response length as a fraction of the limit
+MEAN_PROMPT = 160  # tokens; approximately that of DAPO-Math-17k
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Responses and updates of one step; lengths in tokens."""
+
+    prompts: int
+    samples: int
+    minibatches: int
+    epochs: int
+    max_prompt: int
+    max_response: int
+    mean_prompt: int
+    mean_response: int
+    max_num_seqs: int  # concurrent sequences per engine
+
+    @property
+    def responses(self) -> int:
+        """Number of responses of one step."""
+        return self.prompts * self.samples
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of prompt plus response."""
+        return self.max_prompt + self.max_response
+
+    def response_lengths(self) -> tuple[int, ...]:
+        """Return the length of every response of a step, in generation order."""
+        return clipped_lengths(self.responses, self.mean_response, self.max_response)
+
+    def packs(self, *, ranks: int, budget: int, alignment: int) -> Packs:
+        """Pack one minibatch as the trainer does; return the busiest data-parallel rank's packs."""
+        return _packs(self, ranks, budget, alignment)
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Number of packs of one rank, and their mean tokens and mean sum of squared lengths."""
+
+    count: int
+    tokens: float
+    squares: float
+
+
+def workload_of(
+    config: Config, *, mean_prompt: int | None = None, mean_response: int | None = None
+) -> Workload:
+    """Return the workload of a config, with default mean lengths."""
+    longest = config.max_packed_tokens - config.data.max_prompt_tokens  # with observations
+    return Workload(
+        prompts=config.rollout.prompts_per_step,
+        samples=config.rollout.responses_per_prompt,
+        minibatches=config.trainer.minibatches,
+        epochs=config.trainer.epochs,
+        max_prompt=config.data.max_prompt_tokens,
+        max_response=longest,
+        mean_prompt=mean_prompt or min(MEAN_PROMPT, config.data.max_prompt_tokens),
+        mean_response=mean_response or max(1, round(MEAN_PART * longest)),
+        max_num_seqs=config.rollout.max_num_seqs,
+    )
+
+
+@lru_cache(maxsize=64)
+def clipped_lengths(count: int, mean: int, limit: int) -> tuple[int, ...]:
+    """Return quantiles of a log-normal distribution truncated at `limit`, with mean `mean`.
+
+    Raises UserError if no such distribution has this mean.
+    """
+    if not 0 < mean <= 0.95 * limit:
+        raise UserError(
+            f"a mean response of {mean} tokens is impossible with a limit of {limit}: choose 1 to "
+            f"{int(0.95 * limit)}"
+        )
+    normal = NormalDist()
+    deviations = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
+
+    def lengths(median: float) -> list[float]:
+        return [min(limit, median * math.exp(SPREAD * deviation)) for deviation in deviations]
+
+    low, high = 1.0, 100.0 * limit
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if fmean(lengths(middle)) < mean else (low, middle)
+    rounded = [max(1, round(length)) for length in lengths(low)]
+    random.Random(0).shuffle(rounded)
+    return tuple(rounded)
+
+
+# Sequence length at which attention costs about as much as the matrix products.
+BREAK_EVEN = 20_000
+
+
+@lru_cache(maxsize=512)
+def _packs(workload: Workload, ranks: int, budget: int, alignment: int) -> Packs:
+    count = workload.responses // workload.minibatches
+    lengths = [
+        padded_length(workload.mean_prompt + length - 1, alignment=alignment)
+        for length in workload.response_lengths()[:count]
+    ]
+    assigned = assign_packs(lengths, budget=budget // alignment * alignment, ranks=ranks)
+    sums = []
+    for packs in assigned:
+        of_rank = [lengths[i] for pack in packs for i in pack]
+        sums.append((sum(of_rank), sum(length**2 for length in of_rank)))
+    tokens, squares = max(sums, key=lambda each: BREAK_EVEN * each[0] + each[1])
+    number = max(map(len, assigned))
+    return Packs(number, tokens / number, squares / number)
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of one rank of an engine: elements of weights and cache, bytes of states."""
+
+    weights: int
+    experts: int  # part of `weights`
+    active: float  # weights that each token is multiplied by
+    cached: float  # elements that it caches of a token
+    states: float  # bytes of one sequence's states in gated delta nets, whatever its length
+
+
+@lru_cache(maxsize=256)
+def engine_sizes(
+    shape: ModelShape, tensor: int, expert_parallel: bool = False, world_size: int | None = None
+) -> EngineSizes:
+    """Count the weights that vLLM loads, and what it caches of a token: keys, values or latents.
+
+    With fewer key-value heads than ranks, heads are replicated; latents always are. The states of
+    gated delta nets are float32, the last inputs of their convolutions bfloat16.
+    """
+    layout = EngineLayout(tensor, world_size or tensor, expert_parallel)
+    counts = {
+        name: math.prod(size) for name, size in layout.parameter_shapes(shape, rank=0).items()
+    }
+    if shape.tied_embeddings:
+        counts.pop("lm_head.weight", None)
+    weights = sum(counts.values())
+    experts = sum(count for name, count in counts.items() if ".experts." in name)
+    active = float(weights)
+    if not shape.tied_embeddings:
+        active -= sum(count for name, count in counts.items() if "embed_tokens" in name)
+    if shape.experts is not None:
+        active -= experts * (1 - shape.experts.experts_per_token / shape.experts.num_experts)
+    states = 0.0
+    layers = shape.layers_with("attention") if shape.delta else range(shape.num_layers)
+    if shape.delta is not None:
+        taps = (shape.delta.kernel - 1) * shape.delta.conv_channels
+        states = len(shape.delta.layers) * (4 * shape.delta.state_elements + 2 * taps) / tensor
+    cached = 2 * len(layers) * max(1.0, shape.num_query_groups / tensor) * shape.head_dim
+    if shape.latent is not None:
+        cached = shape.num_layers * shape.sizes["latent"]
+    return EngineSizes(weights, experts, active, cached, states)
 
 
 @dataclass(frozen=True)
@@ -43,54 +194,55 @@ class Engine:
     memory: int
 
     @property
+    def sizes(self) -> EngineSizes:
+        """Sizes of one rank."""
+        return engine_sizes(self.shape, self.tensor)
+
+    @property
     def cached_tokens(self) -> int:
         """Number of tokens that fit in the cache; a sequence's states count as `state_tokens`."""
-        left = self.memory - GRAPHS - 2 * engine_parameters(self.shape, self.tensor)
+        left = self.memory - GRAPHS - 2 * self.sizes.weights
         return max(0, int(left // self.token_bytes))
 
     @property
     def state_tokens(self) -> float:
         """States of one sequence in gated delta nets, whatever its length, as cached tokens."""
-        return state_bytes(self.shape, self.tensor) / self.token_bytes
+        return self.sizes.states / self.token_bytes
 
     @property
     def token_bytes(self) -> float:
         """Bytes of one token's keys and values, or of their latents, on one device."""
-        return 2 * cached_elements(self.shape, self.tensor)
+        return 2 * self.sizes.cached
 
     def step_seconds(self, running: int, context: float) -> float:
         """Estimate the time of one decoding step; `context` is the cached tokens of all."""
+        sizes, device = self.sizes, self.device
         # States are read, as `context` has them, and written.
-        states = state_bytes(self.shape, self.tensor) * running
-        read = 2 * self._weights_read(running) + self.token_bytes * context + states
-        computed = 2 * active_parameters(self.shape) / self.tensor * running
-        device = self.device
+        read = 2 * self._weights_read(running) + self.token_bytes * context + sizes.states * running
         work = max(
-            read / (device.memory_gb_s * 1e9 * MEMORY_PART),
-            computed / (device.tflops * 1e12 * COMPUTE_PART),
-            SEQUENCE_SECONDS * running,
+            read / (device.memory_gb_s * 1e9 * RATES.decode_memory),
+            2 * sizes.active * running / (device.tflops * 1e12 * RATES.decode_products),
+            RATES.decode_sequence * running,
         )
-        fixed = STEP_SECONDS + self.shape.num_layers * LAYER_SECONDS
-        if self.tensor > 1:
-            fixed += 2 * self.shape.num_layers * REDUCE_SECONDS
-        return work + fixed
+        layers = self.shape.num_layers
+        reduced = message_seconds(  # two all-reduces in a layer
+            2 * layers * 2 * self.shape.hidden_size * running,
+            device=device, ranks=self.tensor, stride=1, calls=2 * layers, passes=2,
+        )  # fmt: skip
+        return work + RATES.decode_step + layers * RATES.decode_layer + reduced
 
     def prefill_seconds(self, tokens: float) -> float:
         """Estimate the time to prefill prompts or preempted sequences."""
-        flops = 2 * active_parameters(self.shape) / self.tensor * tokens
-        return flops / (self.device.tflops * 1e12 * COMPUTE_PART)
+        flops = 2 * self.sizes.active * tokens
+        return flops / (self.device.tflops * 1e12 * RATES.decode_products)
 
     def _weights_read(self, running: int) -> float:
         """Return the parameters per device that a step reads, without unused experts."""
-        parameters = engine_parameters(self.shape, self.tensor)
-        experts = self.shape.experts
+        sizes, experts = self.sizes, self.shape.experts
         if experts is None:
-            return parameters
-        expert_parameters = (
-            3 * self.shape.hidden_size * experts.ffn_hidden_size * experts.num_experts
-        ) * len(self.shape.layers_with("experts")) / self.tensor  # fmt: skip
+            return sizes.weights
         unused = (1 - experts.experts_per_token / experts.num_experts) ** running
-        return parameters - expert_parameters * unused
+        return sizes.weights - sizes.experts * unused
 
     def seconds(self, workload: Workload, *, engines: int) -> float:
         """Estimate the time of a rollout batch: that of the engine with the longest response."""

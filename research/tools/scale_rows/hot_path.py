@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.actor.reference import PIECE
 from megatron_rl.actor.rotary import PackRotation, build_rotation
-from megatron_rl.apps.planning.built_in import write_config_json
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank
+from megatron_rl.apps.planning.models import write_config_json
 from megatron_rl.config import parse_config
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.sequence_statistics import prefix_sum

@@ -23,7 +23,7 @@ a82cf41 could not plan the last two layouts: they have more tensor ranks than ke
 so several owners of the queries, which it took for experts. Where it was not run, plans for 1,024
 ranks were expected to take minutes. Seconds now are of an idle machine on 2026-11-25; those used
 before, `before` included, were about 2.5 times slower, and on a busy one the last three took up to
-10.6 s. Of all 23 possible layouts of 235B [above](#layouts-of-qwen3-235b-a22b-on-h100), with both
+10.6 s. Of all 23 possible layouts of 235B at tp8, with both
 kinds of engines, none took longer than the last one here.
 """
 

@@ -1,11 +1,11 @@
 """Balance of a weight push's rounds over the ranks' ports."""
 
+import itertools
 from collections.abc import Iterator
 
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from research.tools.scale_rows import Row
-from research.tools.scale_rows.layouts import POSSIBLE
 from tools.benchmarks.large_models import qwen3_30b, qwen3_235b, qwen25_72b
 from tools.benchmarks.push_simulation import simulate
 
@@ -23,7 +23,8 @@ experts are sent to one share of the nodes after the other. With 64 expert ranks
 third of the messages; to all at once the ratio is 1.15.
 
 The last rows are the largest ratio of all 23 possible layouts of Qwen3-235B-A22B
-[below](#layouts-of-qwen3-235b-a22b-on-h100), with all layers; their `before` is commit 62d85b8.
+at tp8, 256 to 1,024 ranks, 4 or 8 stages and 8 to 64 expert ranks, with all layers; their `before`
+is commit 62d85b8.
 There one of them, 512 ranks at tp8 pp8 ep64 with expert-parallel engines, had 7.85: the expert
 ranks that send to one engine rank are next to each other, so a round was full when few of them had
 sent. They now alternate with those of other engine ranks. The planner of layouts assumes 2.0 times
@@ -31,6 +32,8 @@ the mean rank's bytes for every push.
 """
 WIRE = 1 << 25  # elements: 64 MiB in bfloat16
 NODE = 8
+SIZES = itertools.product((256, 512, 1024), (4, 8), (8, 16, 32, 64))  # ranks, stages, experts
+POSSIBLE = [sizes for sizes in SIZES if sizes[0] // sizes[1] % sizes[2] == 0]  # a stage has enough
 
 
 def _layouts() -> list[tuple[str, ModelShape, ActorLayout, EngineLayout, tuple[float | str, ...]]]:

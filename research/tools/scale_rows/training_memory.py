@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.apps.planning.built_in import MODELS, write_config_json
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank
 from megatron_rl.apps.planning.fit import TRAINING, moments
+from megatron_rl.apps.planning.models import MODELS, write_config_json
 from megatron_rl.config import Config, parse_config
 from research.tools.scale_rows import Row
 from tests.unit.actor.test_transformer_engine import gradient_errors

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.apps.planning.built_in import (
+from megatron_rl.apps.planning.models import (
     MODELS,
     find_shape,
     with_built_in_model,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_rl.apps.planning.push_time import IMBALANCE
+from megatron_rl.apps.planning.rates import IMBALANCE
 from megatron_rl.models.shape import ExpertShape
 from megatron_rl.resharding import layouts, push_schedule
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout

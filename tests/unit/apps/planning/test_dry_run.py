@@ -65,7 +65,7 @@ def run_real_rank(rank, world_size, folder):
     from megatron.core import parallel_state
 
     from megatron_rl.apps.planning.dry_run import measure
-    from megatron_rl.apps.planning.meter import Meter
+    from megatron_rl.apps.planning.fake_device import Meter
     from megatron_rl.distributed.cpu_attention import _last_rows
     from megatron_rl.trainer.actor_settings import make_groups
 

@@ -8,11 +8,10 @@ import pytest
 
 from megatron_rl import cli
 from megatron_rl.apps.planning import fit
-from megatron_rl.apps.planning.response_bytes import response_bytes
 from megatron_rl.commands import dry_run
 from megatron_rl.config import ConfigError, load_config, parse_config
 from megatron_rl.preflight.resources import check_memory
-from tests.unit.apps.planning.models import EXPERTS, SMALL, save_shape
+from tests.unit.apps.planning.models import DENSE, EXPERTS, SMALL, save_shape
 from tests.unit.test_examples import EXAMPLES, MODELS, SHAPES
 
 DEVICE = 80 * 10**9  # less than any 80 GB device has
@@ -40,7 +39,7 @@ def shallow(tmp_path, **sections):
 
 
 # The one-epoch example has the same layout as the four-epoch one. A dry run of 94 layers takes a
-# minute: research/docs/planner.md has its result.
+# minute.
 LONG_OR_EQUAL = {"r1_distill_1_5b_epochs1", "qwen3_235b_a22b"}
 
 
@@ -116,7 +115,7 @@ def test_pinned_memory_must_fit_on_host(tmp_path):
 def test_responses_of_step_must_fit_on_host(tmp_path):
     """Two replicas: rank 0 has all responses, another rank those of its replica."""
     config = shallow(tmp_path, rollout={"prompts_per_step": 6400})
-    received = response_bytes(config, processes=2)
+    received = fit.response_bytes(config, processes=2)
     assert received.writer > 1.4 * received.rank > 0
     (run,) = fit.find_lacking(config, processes=2, device_bytes=SHALLOW_DEVICE)[1]
     for rank, size in ((0, received.writer), (1, received.rank)):
@@ -265,3 +264,61 @@ def test_preflight_check_raises_from_its_own_process(tmp_path, monkeypatch):
     assert check_memory(parse_config(values), world_size=1, device_bytes=None) is None
     off = parse_config(values | {"run": {"check_memory": False}})
     assert check_memory(off, world_size=1, device_bytes=2**30) is None
+
+
+def with_adapters(tmp_path, *, push, lag=None):
+    path = save_shape(tmp_path, DENSE)  # 4 layers, hidden size 128, 8 heads of 16, 4 of keys
+    return parse_config(
+        {
+            "model": {"path": str(path)}, "data": {"train": "none.jsonl"}, "behavior": "engine",
+            "lora": {"rank": 12, "targets": ["qkv", "fc2"], "push": push},
+            "optimizer": {"learning_rate": 1e-4}, "lag": lag or {},
+            "rollout": {"tensor": 2, "max_response_tokens": 100}, "trainer": {"dtype": "bfloat16"},
+        }
+    )  # fmt: skip
+
+
+def test_slots_are_counted_by_rank_of_the_slot_and_by_version(tmp_path):
+    assert fit.slot_bytes(with_adapters(tmp_path, push="merged")) == {}
+    assert fit.adapter_host_bytes(with_adapters(tmp_path, push="merged"), engine=7) == {}
+    # Slots of rank 16 on one of 2 ranks. qkv: A of q, k and v, 3 x 128; B, (128 + 64 + 64) / 2.
+    # fc2: A, 384 / 2; B, 128. In 2 bytes.
+    slot = 2 * 4 * 16 * (3 * 128 + 128 + 192 + 128)
+    # On the host adapters of rank 12, whole: an A of 128, B of 256; 384 and 128.
+    whole = 2 * 4 * 12 * (128 + 256 + 384 + 128)
+    for versions, lag in (
+        (1, {}),
+        (1, {"partial_rollouts": {"every_tokens": 30, "cache": "recompute"}}),
+        (4, {"partial_rollouts": 30}),  # 100 tokens in windows of 30
+    ):
+        config = with_adapters(tmp_path, push="adapters", lag=lag)
+        assert fit.slot_bytes(config) == {f"{versions} slots of adapters": versions * slot}
+        on_host = {"the sleeping engine's weights": 7, "adapters": versions * whole}
+        assert fit.adapter_host_bytes(config, engine=7) == on_host
+
+
+def of_many_responses(**sections):
+    values = {
+        "model": {"path": "m"}, "data": {"train": "t"},
+        "rollout": {"prompts_per_step": 512, "responses_per_prompt": 16,
+                    "max_response_tokens": 32768},
+        "parallel": {"tensor": 8, "pipeline": 4},
+    }  # fmt: skip
+    return parse_config(values | sections)
+
+
+def test_rank_receives_what_its_replica_trains_and_rank_0_everything():
+    # 512 * 16 * 32,768 = 2**28 tokens of 12 bytes; 1,024 / 32 = 32 replicas. 4 bytes of each token
+    # come back to the engine that generated it; one with a prompt has its 16 responses.
+    found = fit.response_bytes(of_many_responses(), processes=1024)
+    assert found.writer == 12 * 2**28
+    assert found.rank == 12 * 2**28 // 32 + 4 * 16 * 32768
+    assert "a rank receives at most 98.0 MiB and rank 0, which writes them, 3,072.0 MiB" in str(
+        found
+    )
+
+
+def test_one_replica_receives_everything_and_one_process_nothing():
+    assert fit.response_bytes(of_many_responses(), processes=32).rank == 12 * 2**28
+    alone = fit.response_bytes(of_many_responses(parallel={}), processes=1)
+    assert (alone.rank, alone.writer) == (0, 0)

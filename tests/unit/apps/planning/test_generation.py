@@ -5,11 +5,16 @@ from statistics import fmean
 
 import pytest
 
-from megatron_rl.apps.planning.built_in import MODELS
-from megatron_rl.apps.planning.devices import DEVICES, GIB
-from megatron_rl.apps.planning.generation import GRAPHS, Engine, share_with_the_longest
-from megatron_rl.apps.planning.parts import engine_parameters
-from megatron_rl.apps.planning.workload import Workload, clipped_lengths
+from megatron_rl.apps.planning.generation import (
+    GRAPHS,
+    Engine,
+    Workload,
+    clipped_lengths,
+    engine_sizes,
+    share_with_the_longest,
+)
+from megatron_rl.apps.planning.models import MODELS
+from megatron_rl.apps.planning.rates import DEVICES, GIB
 
 SHAPE, H20 = MODELS["DeepSeek-R1-Distill-Qwen-1.5B"], DEVICES["h20"]
 WORKLOAD = Workload(
@@ -77,7 +82,7 @@ def test_states_of_gated_delta_nets_take_the_cache_of_a_constant_number_of_token
     empty = Engine(shape, 4, H20, 0)
     assert empty.token_bytes == 10 * 2 * 256 * 2
     assert empty.state_tokens == states / 10_240 == 1572.0
-    weights = GRAPHS + 2 * engine_parameters(shape, 4)
+    weights = GRAPHS + 2 * engine_sizes(shape, 4).weights
     equal = replace(WORKLOAD, prompts=4, max_response=1000, mean_response=950)
     # Room for 16 of 32 sequences of at most 1,832 cached tokens: twice the steps.
     engine = replace(empty, memory=weights + 10_240 * int(16 * 1832 / 0.95 + 1))
@@ -101,3 +106,25 @@ def test_decoding_few_sequences_reads_few_experts():
     experts = 48 * 3 * 2048 * 768 * 128
     rest = engine._weights_read(1) - experts / 16
     assert engine._weights_read(10_000) == pytest.approx(rest + experts)
+
+
+def test_key_value_heads_are_replicated_in_engine_with_more_ranks():
+    # 4 key-value heads over 8 ranks: each rank stores a whole head instead of half of one, of keys
+    # and of values.
+    shape = replace(MODELS["Qwen3-235B-A22B"], num_layers=1)
+    by_four, by_eight = (engine_sizes(shape, tensor).weights for tensor in (4, 8))
+    replicated = 4096 * 2 * 128 + 4096 * 128 + 2 * 128 + 2 * 4096  # heads, router, norms
+    assert 2 * by_eight - by_four == pytest.approx(replicated, rel=0.02)
+
+
+def test_all_reduces_of_engine_over_nodes_use_the_network():
+    shape, h100 = MODELS["Qwen3-235B-A22B"], DEVICES["h100"]
+    two_nodes, one_node = (
+        Engine(shape, 16, replace(h100, per_node=size), 70 * GIB).step_seconds(64, 64 * 1000)
+        for size in (8, 16)
+    )
+    # Two of 64 x 4,096 in bfloat16 in each of 94 layers; each rank sends 15 of 16 of it twice, at
+    # 0.8 of 50 or of 450 GB/s, and each call waits 15 us longer.
+    sent = 2 * 94 * (2 * 64 * 4096) * 2 * 15 / 16
+    expected = sent / 40e9 - sent / 360e9 + 2 * 94 * 15e-6
+    assert two_nodes - one_node == pytest.approx(expected)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.apps.planning.published import CONFIGS
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
@@ -16,6 +15,146 @@ from megatron_rl.models.rotary_scaling import RotaryScaling
 from megatron_rl.models.shape import ExpertShape, ModelShape, build_shape, read_model_shape
 from megatron_rl.models.weights import LocalLayers
 from megatron_rl.preflight.hub_names import find_cached_config
+
+# Models whose config.json has more keys than `write_config_json` writes.
+_GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 151552,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 131072,
+}
+_GLM_LARGE: dict[str, Any] = _GLM | {
+    "hidden_size": 5120,
+    "num_hidden_layers": 92,
+    "intermediate_size": 12288,
+    "n_routed_experts": 160,
+    "moe_intermediate_size": 1536,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
+_LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+# Sizes of transformers' configuration classes, whose defaults are those of these two models. Of
+# Qwen3.5 it is the text model, without the vision tower of the published folder.
+_HYBRID: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "rms_norm_eps": 1e-6,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GLM-4.5-Air": _GLM
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 46,
+        "intermediate_size": 10944,
+        "n_routed_experts": 128,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    "Qwen3-Next-80B-A3B-Instruct": _HYBRID
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-35B-A3B": _HYBRID
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "num_hidden_layers": 40,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+    },
+    "GLM-4.5": _GLM_LARGE,
+    "GLM-4.7": _GLM_LARGE | {"max_position_embeddings": 202752},
+    "Moonlight-16B-A3B-Instruct": _LATENT
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "intermediate_size": 11264,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "vocab_size": 163840,
+        "rope_theta": 50000.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "num_nextn_predict_layers": 0,
+    },
+    "DeepSeek-V3": _LATENT
+    | {
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 129280,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 163840,
+        "num_nextn_predict_layers": 1,
+    },
+}
 
 
 def _dense(
