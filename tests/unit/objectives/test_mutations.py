@@ -72,7 +72,7 @@ MUTATIONS = {
         "s.x + layout.mask.logical_not()",
     ),
     "the ratio is behavior over policy": (
-        objective.Objective.weigh,
+        objective.Objective.compute_weights,
         "policy - x.behavior_logprobs",
         "x.behavior_logprobs - policy",
     ),
@@ -234,12 +234,12 @@ MUTATIONS = {
         "return layout.length.clamp(min=1)",
     ),
     "a detached weight carries a gradient": (
-        objective.Objective.weigh,
+        objective.Objective.compute_weights,
         "x.policy_logprobs.detach() if detached else x.policy_logprobs",
         "x.policy_logprobs",
     ),
     "the gradient does not flow through the weight": (
-        objective.Objective.weigh,
+        objective.Objective.compute_weights,
         "x.policy_logprobs.detach() if detached else x.policy_logprobs",
         "x.policy_logprobs.detach() + 0 * x.policy_logprobs",
     ),
