@@ -139,7 +139,7 @@ def _flat(rules: Any) -> list[Any]:
 
 
 def metrics_page() -> str:
-    """The page of metrics with its tables made anew: those with names or bands."""
+    """The page of metrics with its tables made from code: those with names or bands."""
     made = iter(_metric_table(rows) for rows in TABLES)
     return re.sub(r"(?m)^\| (?:name|band) \|.*\n(?:\|.*\n)+", lambda _: next(made), _read(METRICS))
 

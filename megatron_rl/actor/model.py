@@ -190,7 +190,7 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What the last stage computes besides log-probs."""
+    """Selects the outputs of the last stage in addition to log-probs."""
 
     entropy: bool = False
     divergence: Divergence | None = None  # from the reference

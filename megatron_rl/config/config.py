@@ -126,7 +126,7 @@ class Config(Section):
         return values
 
     def _unused_settings(self) -> list[str]:
-        """List settings without effect beside others."""
+        """List settings without effect in combination with others."""
         advantage, optimizer, stopping = self.advantage, self.optimizer, self.early_stopping
         estimator = f"advantage.estimator={advantage.estimator}"
         unused = {  # setting: whether it has no effect, and what it has none with
@@ -504,7 +504,7 @@ def engine_rank_problems(config: Config) -> list[str]:
     if number is None:
         return []
     if config.offline.rollouts is not None or config.sft is not None:
-        return []  # refused beside these, which need no engine
+        return []  # refused with these, which need no engine
     problems = []
     if lag.policy is not None:
         problems.append(

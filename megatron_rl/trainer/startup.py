@@ -1,4 +1,4 @@
-"""What training and evaluation start alike: environments, the verifier, the date in prompts."""
+"""Steps of starting that training and evaluation share: environments, verifier, date in prompts."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

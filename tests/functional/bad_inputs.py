@@ -687,7 +687,7 @@ ENVIRONMENTS = [
          " assistant at its end", "data.columns.completion"),
          ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1"),
          rows(*({"prompt": "1+1?"} for _ in range(2)))),
-    Case("RL settings beside sft", ("objective.name=grpo: has no meaning with sft", "unset",
+    Case("RL settings with sft", ("objective.name=grpo: has no meaning with sft", "unset",
          "rollout.responses_per_prompt=8", "lag: has no meaning"),
          ("sft={}", "objective.name=grpo", "rollout.responses_per_prompt=8", "lag.batches=1")),
     Case("an advantage over one response", ("rollout.responses_per_prompt=1: must be at least 2",

@@ -37,7 +37,7 @@ class Device:
 
     @property
     def newer_than_h100(self) -> bool:
-        """Whether vLLM prefers kernels for experts that need its loaders."""
+        """True if vLLM prefers kernels for experts that need its loaders."""
         return self.name in ("b200", "gb200")
 
     @property
