@@ -272,13 +272,14 @@ def make_demonstrations():
 def _train_on_demonstrations(folder, topology, model):
     """One update whose step is the gradient: Adam with an epsilon far above every gradient."""
     from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.objectives import build_objective
     from megatron_rl.rollouts.demonstration_source import as_rollout
 
-    settings = replace(
-        _settings(), learning_rate=1e8, epsilon=1e8, warmup_updates=0, weight_decay=0.0,
-        max_grad_norm=0.0,
-    )  # fmt: skip
+    optimizer = OptimizerSection(
+        learning_rate=1e8, epsilon=1e8, weight_decay=0.0, max_grad_norm=0.0
+    )
+    settings = replace(_settings(), optimizer=optimizer, warmup_updates=0)
     actor = MegatronActor(model, topology=topology, settings=settings)
     rollouts = [as_rollout(prompt) for prompt in make_demonstrations()]
     (minibatch,) = plan(actor, rollouts, torch.ones(len(rollouts)), minibatches=1)
