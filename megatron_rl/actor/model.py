@@ -197,6 +197,9 @@ class HeadOutputs:
     inputs_only: bool = False  # instead of everything else, the head's own inputs
 
 
+LOGPROBS_ALONE = HeadOutputs()
+
+
 class PolicyModel(GPTModel):
     """One model chunk of the policy: GPTModel with explicit rotary positions and our head."""
 
@@ -239,7 +242,7 @@ class PolicyModel(GPTModel):
         self,
         inputs: ModelInput,
         *,
-        outputs: HeadOutputs,
+        outputs: HeadOutputs = LOGPROBS_ALONE,
         reference: ReferenceHead | None = None,
     ) -> Tensor:
         """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
