@@ -99,7 +99,7 @@ def rows() -> Iterator[Row]:
     now = _rotation_bytes(shape)
     yield Row("rotation in a prepared pack", "any", 1, 256, now, "bytes a token", "counted")
     run = dry_run(shape, processes=1024, tensor=8, pipeline=4)
-    stalls = run.phases["update"].stalls.total()
+    stalls = sum(run.phases[phase].stalls.total() for phase in ("update", "step"))
     layout = "72B tp8 pp4 dp32"
     yield Row("messages of a stage", layout, 1024, 16, _sent(run), "an update", "counted")
     yield Row("reads by the host", layout, 1024, 11, stalls, "an update", "counted")
