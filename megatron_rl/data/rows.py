@@ -39,7 +39,8 @@ BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
 _TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
 _LFS = b"version https://git-lfs"
-CONVERSATIONS = ("messages", "conversations")  # columns, where there is none of `Columns.prompt`
+PROMPT = ColumnsSection().prompt  # the default column
+CONVERSATIONS = ("messages", "conversations")  # columns that are read in place of the default
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -227,10 +228,12 @@ def _parse_conversation(
     row: dict[str, Any], columns: ColumnsSection, *, from_table: bool
 ) -> tuple[Message, ...]:
     """Return the messages of a row of conversations, which end with the assistant's."""
-    names = (columns.prompt, *CONVERSATIONS)
+    completion = _find(row, columns.completion)
+    names = [columns.prompt]
+    if columns.prompt == PROMPT:  # some data sets have the question alone beside the conversation
+        names = [*CONVERSATIONS, PROMPT] if completion is None else [PROMPT, *CONVERSATIONS]
     key = next((name for name in names if _find(row, name) is not None), columns.prompt)
     messages = parse_conversation(_find(row, key), key=key, from_table=from_table)
-    completion = _find(row, columns.completion)
     if completion is not None:
         if messages[-1]["role"] == "assistant":
             raise UserError(
@@ -370,7 +373,7 @@ def _check_columns(
     names: list[str], columns: ColumnsSection, path: Path, *, conversations: bool
 ) -> None:
     prompt = columns.prompt
-    if conversations and prompt not in names:
+    if conversations and prompt == PROMPT and prompt not in names:
         prompt = next((name for name in CONVERSATIONS if name in names), prompt)
     answer = None if conversations else columns.answer
     named = prompt, answer, columns.source, columns.tools

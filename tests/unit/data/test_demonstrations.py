@@ -186,6 +186,7 @@ ROWS = [
     {"prompt": "1+1?", "completion": "It is 2."},
     {"prompt": TALK[:1], "completion": TALK[1:2]},
     {"prompt": TALK[:2]},
+    {"prompt": "1+1?", "prompt_id": "a", "messages": TALK[:2]},  # UltraChat, No Robots
     {"prompt": json.dumps(TALK[:1]), "completion": "It is 2."},
 ]
 
