@@ -9,11 +9,14 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from megatron_rl.apps.tasks import tiny_task
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import learned
 from tests.functional.tiny_runs import TASK, make_task, start_training, train
+from tests.published_form import load_model
 
 SETTINGS = tiny_task.Settings(shortest=4, longest=5)  # two of them fit the model
 STEPS = 4
@@ -76,6 +79,34 @@ def test_losses_fall_and_the_engine_scores(whole):
     assert rows[-1]["loss/policy"] < rows[1]["loss/policy"]
 
 
+def loss_by_transformers(config, turns):
+    """Mean negative log-prob of the trained tokens of the held-out conversations."""
+    model = load_model(TASK / "model")
+    tokenizer = AutoTokenizer.from_pretrained(TASK / "model")
+    reader = ConversationTokenizer(tokenizer, turns=turns, stop=(tokenizer.eos_token_id,))
+    losses = []
+    for line in (config.parent / "held.jsonl").read_text().splitlines():
+        prompt, given = reader.tokenize((json.loads(line)["messages"], ()))
+        assert not given.restarts
+        tokens = torch.tensor([*prompt, *given.token_ids])
+        labels = tokens.clone()
+        labels[: len(prompt)] = -100
+        for first, end in given.observed:
+            labels[len(prompt) + first : len(prompt) + end] = -100
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        each = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none")
+        losses.append(each[labels[1:] != -100])
+    return torch.cat(losses).mean().item()
+
+
+def test_validation_loss_is_that_of_transformers(whole, config):
+    """Over two data-parallel ranks."""
+    assert read_metrics(whole)[0]["eval/held/loss"] == pytest.approx(
+        loss_by_transformers(config, "all"), rel=1e-5
+    )
+
+
 def test_interrupted_run_continues_inside_its_step(whole, config, tmp_path):
     arguments = (f"run.dir={tmp_path}", "run.name=whole", "run.resume=auto")
     process = start_training(*arguments, config=config, places=())
@@ -97,7 +128,9 @@ def test_adapters_under_context_parallelism_without_an_engine(config, tmp_path):
         "optimizer.learning_rate=5.0e-3", "parallel={context: 2}", "sft.turns=last",
         config=config, places=(),
     )  # fmt: skip
-    assert rows[-1]["eval/held/loss"] < rows[0]["eval/held/loss"]
+    before = loss_by_transformers(config, "last")
+    assert rows[0]["eval/held/loss"] == pytest.approx(before, rel=1e-5)
+    assert rows[-1]["eval/held/loss"] < before
     assert not any(key.startswith("eval/sums") for row in rows for key in row)
     assert rows[-1]["sync/bytes_local"] == 0
     before = load_file(TASK / "model" / "model.safetensors")
