@@ -112,16 +112,28 @@ def _tokenize_prompts(
         for (number, row, whole), text in zip(block, texts, strict=True):
             ids = token_ids[number]
             if not longer.count_if(number, len(ids)):
-                yield Prompt(
-                    index=number,
-                    messages=row.messages,
-                    token_ids=tuple(ids),
-                    ground_truth=row.ground_truth,
-                    data_source=row.data_source,
-                    row=whole,
-                    text=text,
-                    tools=row.tools,
-                )
+                yield _make_prompt(number, row, whole, ids, text)
+
+
+def _make_prompt(
+    number: int,
+    row: Row,
+    whole: str,
+    ids: Sequence[int],
+    text: str,
+    demonstration: Demonstration | None = None,
+) -> Prompt:
+    return Prompt(
+        index=number,
+        messages=row.messages,
+        token_ids=tuple(ids),
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        row=whole,
+        text=text,
+        tools=row.tools,
+        demonstration=demonstration,
+    )
 
 
 def _read_conversations(
@@ -139,17 +151,8 @@ def _read_conversations(
             raise UserError(f"{name_row(path, number)}: {error}") from error
         bounds = [-len(ids), *demonstration.restarts, len(demonstration.token_ids)]
         if not longer.count_if(number, max(b - a for a, b in itertools.pairwise(bounds))):
-            yield Prompt(
-                index=number,
-                messages=row.messages,
-                token_ids=tuple(ids),
-                ground_truth=row.ground_truth,
-                data_source=row.data_source,
-                row=whole,
-                text=conversations.tokenizer.decode(ids, skip_special_tokens=False),
-                tools=row.tools,
-                demonstration=demonstration,
-            )
+            text = conversations.tokenizer.decode(ids, skip_special_tokens=False)
+            yield _make_prompt(number, row, whole, ids, text, demonstration)
 
 
 @dataclass(frozen=True)

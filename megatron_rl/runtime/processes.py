@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
@@ -101,6 +102,7 @@ def limit_problem(world_size: int, groups: tuple[int, ...], *, on_cuda: bool) ->
     )
 
 
+_IMPORTED = time.time()
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # environment variable of a rank: id of its launcher process
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEPT_BYTES = 1 << 30  # freed memory to keep, and the largest block to allocate in it
@@ -194,10 +196,12 @@ def _keep_freed_memory() -> None:
 
 
 def command_start() -> float:
-    """Return when this command was started: its launcher, if it is a rank; seconds of the epoch."""
-    import psutil
+    """Return when this command was started: its launcher, if it is a rank; seconds of the epoch.
 
-    return psutil.Process(int(os.environ.get(LAUNCHER, os.getpid()))).create_time()
+    A rank is forked from its launcher, so both have imported this module at the same time. The age
+    of the process would count what a shell script did before it became this command by `exec`.
+    """
+    return _IMPORTED
 
 
 @contextlib.contextmanager
