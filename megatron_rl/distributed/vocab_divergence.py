@@ -156,17 +156,17 @@ def token_divergences(
 
     hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows.
     Differentiable in both. The gradients are those of `token_logprobs`: of `hidden` this rank's
-    part, and of the weight in `main_grad` with `into_main_grad`. Raises ValueError if the reference
-    has other shapes.
+    part, and of the weight in `main_grad` with `into_main_grad`. The reference's hidden size may be
+    another. Raises ValueError if it has other tokens or another vocabulary.
     """
     for name, own, theirs in (
         ("hidden states", hidden, reference.hidden),
-        ("output weight", weight, reference.weight),
+        ("output weights", weight, reference.weight),
     ):
-        if own.shape != theirs.shape:
+        if len(own) != len(theirs):
             raise ValueError(
                 f"the reference's {name} have shape {tuple(theirs.shape)}, but the policy's "
-                f"{tuple(own.shape)}: score the same pack with a model of the same shape"
+                f"{tuple(own.shape)}: score the same pack with a model of the same vocabulary"
             )
     value: Tensor = _Divergence.apply(
         hidden, weight, reference, divergence, shard, temperature, into_main_grad

@@ -19,14 +19,18 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.vocab_divergence import token_divergences
+from megatron_rl.distributed.vocab_parallel import VocabShard
 from megatron_rl.objectives import build_objective, policy_loss
+from megatron_rl.types import Divergence, ReferenceHead
 
 TOLERANCE = 1e-6
+OF_FLOAT32 = 1e-4  # divergences, which are computed in float32
 BATCHES = 5
 
 
@@ -189,6 +193,64 @@ def trl_pairs() -> list[Pair]:
     ]
 
 
+def trl_divergence(
+    name: str, hidden: Tensor, weight: Tensor, teacher: ReferenceHead, mask: Tensor, *, gkd: bool
+) -> Tensor:
+    """Compute the loss of TRL's DistillationTrainer, or of its GKDTrainer from materialized logits.
+
+    hidden [B, T, h], weight [V, h], mask [B, T].
+    """
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}[name]
+    if gkd:
+        from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+        return GKDTrainer.generalized_jsd_loss(
+            (hidden @ weight.T).double(),
+            (teacher.hidden @ teacher.weight.T).double(),
+            labels=torch.where(mask, 0, -100),
+            beta=beta,
+            temperature=0.7,
+            num_items_in_batch=int(mask.sum()),
+        )
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+
+    return _chunked_divergence_loss(
+        hidden, teacher.hidden, weight, teacher.weight, mask.long(), beta, temperature=0.7
+    )[0]
+
+
+def compare_divergences(name: Divergence, *, gkd: bool) -> float:
+    """Print and return the largest relative difference of divergences on the same tokens.
+
+    The teacher is twice as wide as the student; gradients are of hidden states and output weight.
+    """
+    worst = 0.0
+    for seed in range(BATCHES):
+        generator = torch.Generator().manual_seed(seed)
+        for scale in (0.1, 1.0):
+            mask = make_batch(seed, scale)["response_mask"]
+            hidden, weight, theirs, head = (
+                scale * torch.randn(size, generator=generator)
+                for size in ((*mask.shape, 16), (97, 16), (*mask.shape, 32), (97, 32))
+            )
+            teacher, results = ReferenceHead(theirs, head), []
+            for is_ours in (True, False):
+                leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+                if is_ours:
+                    loss = token_divergences(
+                        leaves[0][mask], leaves[1], ReferenceHead(theirs[mask], head),
+                        divergence=name, shard=VocabShard(0, 97), temperature=0.7,
+                    ).mean()  # fmt: skip
+                else:
+                    loss = trl_divergence(name, *leaves, teacher, mask, gkd=gkd)
+                results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+            for own, other in zip(*results, strict=True):
+                worst = max(worst, float((own - other).norm() / other.norm()))
+    trainer = "GKDTrainer" if gkd else "DistillationTrainer"
+    print(f"TRL {trainer}, {name}: loss and gradients {worst:.1e}")
+    return worst
+
+
 def verl_pairs(functions: dict[str, Any]) -> list[Pair]:
     """Return the pairs for the functions of verl, and of CTPO if the file contains them."""
     mean, tokens, gradient = "seq-mean-token-mean", "token-mean", ", gradient only"
@@ -273,12 +335,17 @@ def main() -> None:
     parser.add_argument("--verl", type=Path, help="A copy of verl/trainer/ppo/core_algos.py.")
     parser.add_argument("--prime-rl", type=Path, help="A copy of prime_rl/trainer/rl/loss.py.")
     arguments = parser.parse_args()
-    pairs = []
+    pairs, of_divergences = [], 0.0
     try:
         import trl
 
         print(f"TRL {trl.__version__}")
         pairs += trl_pairs()
+        of_divergences = max(
+            compare_divergences(name, gkd=gkd)
+            for name in get_args(Divergence)
+            for gkd in (False, True)
+        )
     except ImportError as missing:
         print(f"TRL cannot be imported ({missing}): skipped")
     if arguments.verl:
@@ -288,7 +355,7 @@ def main() -> None:
     if not pairs:
         sys.exit("nothing to compare with: install trl or give --verl or --prime-rl")
     worst = max(compare(*pair) for pair in pairs)
-    sys.exit(worst > TOLERANCE)
+    sys.exit(worst > TOLERANCE or of_divergences > OF_FLOAT32)
 
 
 if __name__ == "__main__":
