@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.actor.build import build_chunks, build_optimizer, step_optimizer, wrap_chunks
@@ -29,18 +28,14 @@ from megatron_rl.actor.lora import (
     load_adapters,
     push_sources,
 )
-from megatron_rl.actor.loss_contract import as_megatron_loss
 from megatron_rl.actor.memory import TrainingState, optimizer_parts
 from megatron_rl.actor.model import HeadOutputs
 from megatron_rl.actor.packs import (
     LocalPack,
     PackCache,
-    build_filler,
-    check_pack,
-    gather_packs,
-    pipeline_arguments,
 )
-from megatron_rl.actor.routing import Routing, RoutingRecorder
+from megatron_rl.actor.routing import RoutingRecorder
+from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import (
     ProgressCallback,
@@ -49,7 +44,7 @@ from megatron_rl.actor.weights import (
     load_model,
     named_parameters,
 )
-from megatron_rl.distributed.collectives import Group, to_device
+from megatron_rl.distributed.collectives import Group
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.inputs import MinibatchTokens
@@ -57,7 +52,7 @@ from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.resharding.adapted import LocalWeight
 from megatron_rl.resharding.push import LocalWeights
-from megatron_rl.types import Minibatch, ReferenceHead, TokenBatch
+from megatron_rl.types import Minibatch, TokenBatch
 
 
 def minibatch_tokens(
@@ -184,7 +179,7 @@ def take_step(
     return result
 
 
-class MegatronActor:
+class MegatronActor(ScoringModel):
     """A policy in Megatron-core, trained in place; every rank of the layout has one.
 
     model_folder: a Hugging Face folder, the source of the shape, the weights and, for exports, the
@@ -223,66 +218,12 @@ class MegatronActor:
                 self.chunks, shape=self.shape, topology=topology, replays=settings.replay_routes
             )
             self.ddp_chunks = wrap_chunks(self.chunks, settings)
+            self.modules = self.ddp_chunks
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
         self.writer = ShardWriter(topology.host_group)
         self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.asleep = False
-
-    def compute_logprobs(
-        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
-    ) -> list[Tensor]:
-        """Compute log-probs of the labels, [T] per pack, 0 off the mask; on all replica ranks.
-
-        Runs forward only, with the same code and packs as training, so that log-probs are
-        bit-identical as long as the weights are. routing: how tokens are assigned to experts.
-        """
-        scored = self._score(micro_batches, entropy=False, routing=routing)
-        return [values[:, 0] for values in scored]
-
-    def compute_logprobs_and_entropies(
-        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Compute log-probs as `compute_logprobs`, and the policy's entropies (nats) per token."""
-        scored = self._score(micro_batches, entropy=True, routing=routing)
-        # Copies: log-probs live as long as the rollout batch, and a view would keep the entropies.
-        return [(values[:, 0].contiguous(), values[:, 1]) for values in scored]
-
-    def _score(
-        self, micro_batches: Sequence[TokenBatch], *, entropy: bool, routing: Routing
-    ) -> list[Tensor]:
-        """Compute log-probs, and entropies if requested, of each pack's labels; [T, 1|2]."""
-        self._check(micro_batches)
-        with megatron_runtime(), torch.no_grad():
-            local = self._run(
-                micro_batches,
-                _keep_output,
-                forward_only=True,
-                outputs=HeadOutputs(entropy=entropy),
-                routing=routing,
-            )
-        return self._gather(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
-
-    def compute_head_inputs(
-        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
-    ) -> list[ReferenceHead] | None:
-        """Compute the head's inputs of each pack, on the last stage; None on others.
-
-        Hidden states are moved to the host. The weight is a copy.
-        """
-        self._check(micro_batches)
-        with megatron_runtime(), torch.no_grad():
-            states = self._run(
-                micro_batches,
-                _keep_states,
-                forward_only=True,
-                outputs=HeadOutputs(inputs_only=True),
-                routing=routing,
-            )
-        if not self.topology.is_last_stage:
-            return None
-        weight = self.chunks[-1].head_weight().detach().clone()
-        return [ReferenceHead(hidden, weight) for hidden in states[: len(micro_batches)]]
 
     def update(
         self, minibatch: Minibatch, objective: PolicyObjective, *, rule: StopRule | None = None
@@ -425,55 +366,6 @@ class MegatronActor:
             progress=progress,
         )
 
-    def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
-        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
-        for batch in micro_batches:
-            check_pack(batch, alignment=alignment, vocab_size=self.shape.vocab_size)
-
-    def _run(
-        self,
-        micro_batches: Sequence[TokenBatch],
-        compute: Callable[[TokenBatch, LocalPack, Tensor], tuple[Tensor, Any]],
-        *,
-        forward_only: bool,
-        outputs: HeadOutputs,
-        routing: Routing = "default",
-    ) -> list[Any]:
-        """Run the micro-batches through Megatron's schedule.
-
-        Returns the last stage's reports, [] on other stages. Filler packs complete the rounds that
-        interleaved stages need; their reports come last.
-        """
-        missing = -len(micro_batches) % self.topology.round_size
-        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
-        fillers = (build_filler(alignment, self.settings.gemm_tokens) for _ in range(missing))
-        padded = [*micro_batches, *fillers]
-
-        def step(batches: Any, model: Any) -> tuple[Tensor, Any]:
-            batch = next(batches)
-            pack = self.packs.prepare(batch)
-            reference = batch.reference_head if outputs.divergence is not None else None
-            if reference is not None:
-                hidden = to_device(reference.hidden, self.topology.device)
-                reference = replace(reference, hidden=hidden)
-            output = model(pack.inputs, outputs=outputs, reference=reference)
-            return output, as_megatron_loss(partial(compute, batch, pack))
-
-        tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]
-        with self.routing.applied(
-            micro_batches, self.packs.context, routing=routing, has_gradients=not forward_only
-        ):
-            return get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=[iter(padded) for _ in self.ddp_chunks],
-                model=self.ddp_chunks,
-                num_microbatches=len(padded),
-                seq_length=max(tokens),
-                micro_batch_size=1,
-                forward_only=forward_only,
-                **pipeline_arguments(self.chunks[0].config, tokens=tokens),
-            )
-
     def _policy_loss(
         self,
         objective: PolicyObjective,
@@ -502,20 +394,3 @@ class MegatronActor:
         for batch, value in zip(traced, values, strict=True):
             assert batch.traced_logprobs is not None
             batch.traced_logprobs.append(value[:, 0])
-
-    def _gather(
-        self, micro_batches: Sequence[TokenBatch], local: list[Tensor], *, rows: int
-    ) -> list[Tensor]:
-        """Gather the last stage's [rows, t] of each pack to [T, rows] on all replica ranks."""
-        layouts = [self.packs.prepare(batch).layout for batch in micro_batches]
-        return gather_packs(layouts, local, rows=rows, topology=self.topology)
-
-
-def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Report the output itself, for forward passes without a loss; [1|2, t]."""
-    return output[0], output
-
-
-def _keep_states(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Report the head's inputs, on the host; [n, h]."""
-    return output.sum(), output.to("cpu")

@@ -129,6 +129,7 @@ class Stage:
             (actor_module, "build_chunks", build),
             (actor_module, "load_model", _nothing),
             (reference_module, "load_model", _nothing),
+            (reference_module, "build_chunks", build),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", self._preprocess()),
             (token_dispatcher, "permute", self._permute()),
             # The compiled kernels of apex and Transformer Engine cannot run without real data.

@@ -1,29 +1,80 @@
-"""The reference policy of a KL term: frozen weights kept on the host."""
+"""The reference policy of a KL term: frozen weights of any shape, kept on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.build import build_chunks
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.lora import without_adapters
 from megatron_rl.actor.memory import PinnedMemory
+from megatron_rl.actor.packs import PackCache
+from megatron_rl.actor.routing import RoutingRecorder
+from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.weights import load_model, named_parameters
+from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import ReferenceHead, TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
 
+class FrozenModel(ScoringModel):
+    """A reference of another shape than the policy: chunks of its own, under the same layout.
+
+    Its weights are on the device only while it scores, and else in page-locked memory of the host.
+    """
+
+    def __init__(self, folder: str | Path, *, shape: ModelShape, actor: MegatronActor) -> None:
+        self.shape, self.topology = shape, actor.topology
+        self.settings = replace(actor.settings, lora=None, replay_routes=False)
+        self.packs = PackCache(
+            shape, self.topology, dtype=self.settings.dtype, on_prepare=actor.packs.on_prepare
+        )
+        with megatron_runtime():
+            self.chunks = build_chunks(shape, settings=self.settings, topology=self.topology)
+            load_model(self.chunks, shape=shape, topology=self.topology, folder=folder)
+        self.modules = self.chunks
+        self.routing = RoutingRecorder(
+            self.chunks, shape=shape, topology=self.topology, replays=False
+        )
+        self.sequence_parallel = self.chunks[0].config.sequence_parallel
+        self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        for parameter in self.parameters:
+            parameter.requires_grad_(False)
+        self.on_host: list[Tensor] = []
+        if self.topology.device.type == "cuda":
+            self.on_host = PinnedMemory().copies_of([p.data for p in self.parameters])
+            torch.cuda.synchronize()
+            self._leave_device()
+
+    @contextmanager
+    def on_device(self) -> Iterator[FrozenModel]:
+        """Have the weights on the device inside the block."""
+        for parameter, copy in zip(self.parameters, self.on_host, strict=bool(self.on_host)):
+            parameter.data = copy.to(self.topology.device, non_blocking=True)
+        try:
+            yield self
+        finally:
+            self._leave_device()
+            self.packs.clear()
+
+    def _leave_device(self) -> None:
+        for parameter, copy in zip(self.parameters, self.on_host, strict=bool(self.on_host)):
+            parameter.data = copy
+
+
 class ReferencePolicy:
     """Weights of another model folder, sharded like the actor's and swapped in for scoring.
 
-    Parameters are swapped with the actor's piece by piece: this needs device memory for only two
+    A model of another shape with the same vocabulary is a `FrozenModel` instead. Else parameters
+    are swapped with the actor's piece by piece: this needs device memory for only two
     pieces, and the reference uses the policy's layouts, kernels and packs.
 
     A folder that the actor has read, and not changed since, is not read again. An actor with
@@ -37,6 +88,11 @@ class ReferencePolicy:
         self.actor = actor
         is_own = Path(folder).resolve() == actor.model_folder.resolve()
         self.inactive: dict[str, Tensor] = {}
+        shape = read_model_shape(folder)
+        self.other = None
+        if shape != actor.shape:
+            self.other = FrozenModel(folder, shape=shape, actor=actor)
+            return
         if actor.settings.lora and is_own:
             return
         named, on_cuda = self._parameters(), actor.topology.device.type == "cuda"
@@ -55,15 +111,15 @@ class ReferencePolicy:
 
     def compute_logprobs(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Compute log-probs of the labels, [T] per pack, 0 off the mask."""
-        with self._active():
-            return self.actor.compute_logprobs(micro_batches, routing="own")
+        with self._active() as model:
+            return model.compute_logprobs(micro_batches, routing="own")
 
     def compute_logprobs_and_entropies(
         self, micro_batches: Sequence[TokenBatch]
     ) -> list[tuple[Tensor, Tensor]]:
         """Compute log-probs and this policy's entropies (nats) of each pack."""
-        with self._active():
-            return self.actor.compute_logprobs_and_entropies(micro_batches, routing="own")
+        with self._active() as model:
+            return model.compute_logprobs_and_entropies(micro_batches, routing="own")
 
     def compute_head_inputs(
         self, micro_batches: Sequence[TokenBatch]
@@ -72,16 +128,20 @@ class ReferencePolicy:
 
         The reference then has the tokens, temperature and layout of the policy's updates.
         """
-        with self._active():
-            return self.actor.compute_head_inputs(micro_batches, routing="own")
+        with self._active() as model:
+            return model.compute_head_inputs(micro_batches, routing="own")
 
     @contextmanager
-    def _active(self) -> Iterator[None]:
-        """Compute with the reference's weights inside the block."""
+    def _active(self) -> Iterator[ScoringModel]:
+        """Return the model that has the reference's weights inside the block."""
+        if self.other is not None:
+            with self.other.on_device():
+                yield self.other
+            return
         self._exchange()
         try:
             with without_adapters(self.actor.chunks):
-                yield
+                yield self.actor
         finally:
             self._exchange()
 

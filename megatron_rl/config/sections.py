@@ -97,7 +97,7 @@ class ModelSection(Section):
     `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
     reference: PathText | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
-    on-policy distillation; null uses `model.path`."""
+    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`."""
     trust_remote_code: bool = False
     """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
     Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""

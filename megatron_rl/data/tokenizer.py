@@ -178,6 +178,33 @@ def require_tokenizer(folder: str | Path) -> None:
         )
 
 
+def check_same_tokens(folder: str | Path, other: str | Path) -> None:
+    """Raise UserError unless two folders' tokenizers give the same ids to the same tokens.
+
+    Compares vocabulary, merges and added tokens of tokenizer.json, or else the files that tokens
+    are in; templates and other settings may differ.
+    """
+    if (mine := _tokens_of(Path(folder))) == (theirs := _tokens_of(Path(other))):
+        return
+    parts = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    raise UserError(
+        f"{other} has other tokens than {folder} (they differ in {', '.join(sorted(parts))}); a "
+        "reference scores the policy's token ids, so give a model with the same tokenizer"
+    )
+
+
+def _tokens_of(folder: Path) -> dict[str, Any]:
+    """Return what decides the ids of a folder's tokens, by the name of its part."""
+    if not (folder / "tokenizer.json").is_file():
+        files = sorted(file for name in _OTHER_FILES for file in folder.glob(name))
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    stored = _read(folder / "tokenizer.json")
+    model = stored.get("model") or {}
+    merges = [" ".join(m) if isinstance(m, list) else m for m in model.get("merges") or []]
+    added = {token["content"]: token["id"] for token in stored.get("added_tokens") or []}
+    return {"vocabulary": model.get("vocab"), "merges": merges, "added tokens": added}
+
+
 def load_tokenizer(
     folder: str | Path, *, template: Template = "chat", trust_remote_code: bool = False
 ) -> Any:

@@ -10,7 +10,7 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import check_prompt_file
-from megatron_rl.data.tokenizer import require_tokenizer
+from megatron_rl.data.tokenizer import check_same_tokens, require_tokenizer
 from megatron_rl.engine.engine_arguments import engine_argument_problems
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import (
@@ -23,6 +23,7 @@ from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.objectives.spec import FunctionSpec, check_function
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
+    cut_problems,
     engine_layout_problems,
     layout_problems,
     length_problems,
@@ -158,7 +159,7 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
     if (behavior := config.offline.behavior) != "file":
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
     if (reference := config.model.reference) is not None:
-        problems += _same_shape(reference, "model.reference", "a reference", config, shape)
+        problems += _reference_problems(reference, config, shape)
     if config.lora is not None and shape is not None:
         problems += target_problems(shape, config.lora.targets)
         if config.lora.push == "adapters":
@@ -209,6 +210,33 @@ def _same_shape(
         f"{key}: {folder} differs in shape from {config.model.path}; {what} must be the same "
         "model with other weights"
     ]
+
+
+def _reference_problems(folder: str, config: Config, shape: ModelShape | None) -> list[str]:
+    """List why a model cannot be the reference; of another shape, it has the same vocabulary."""
+    try:
+        other = read_model_shape(folder)
+    except ValueError as error:
+        return [f"model.reference: {error}"]
+    if shape is None or other == shape:
+        return []
+    if other.vocab_size != shape.vocab_size:
+        return [
+            f"model.reference: {folder} has a vocabulary of {other.vocab_size} tokens, but "
+            f"{config.model.path} one of {shape.vocab_size}; a reference must have the same "
+            "tokens: give a model of the same family, with the same vocab_size in its config.json"
+        ]
+    try:
+        check_same_tokens(config.model.path, folder)
+    except ValueError as error:
+        return [f"model.reference: {error}"]
+    problems = [*cut_problems(config.parallel, other), *length_problems(config, other)]
+    if config.model.fp8:
+        problems.append(
+            f"model.fp8={config.model.fp8} has not been tried with a reference of another shape "
+            "than the policy; unset model.fp8"
+        )
+    return [f"model.reference: {folder}: {problem}" for problem in problems]
 
 
 def _schedule_problems(config: Config) -> list[str]:

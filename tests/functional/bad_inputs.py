@@ -102,6 +102,11 @@ def remove(*names: str) -> Callable[[Path], object]:
     return unlink
 
 
+def copy(source: str, target: str) -> Callable[[Path], object]:
+    """Copy a folder."""
+    return lambda folder: shutil.copytree(folder / source, folder / target)
+
+
 def cut(name: str, size: int) -> Callable[[Path], object]:
     """Truncate a file to `size` bytes; negative: remove that many from its end."""
 
@@ -408,6 +413,15 @@ MODELS = [
          ("lora={rank: 600, push: adapters}", "optimizer.learning_rate=1e-4")),
     Case("a reference that is not there", ("model.reference: /nowhere/config.json does not exist",),
          ("model.reference=/nowhere", "objective.kl={coefficient: 0.1}")),
+    Case("a teacher with another vocabulary",
+         ("model.reference: ", "teacher has a vocabulary of 40 tokens", "the same vocab_size"),
+         ("model.reference=teacher", "objective.kl={coefficient: 0.1}"),
+         both(copy("model", "teacher"), edit_json("teacher/config.json", vocab_size=40))),
+    Case("a teacher with fewer positions than the policy",
+         ("teacher: data.max_prompt_tokens=48", "exceed the model's 20 positions"),
+         ("model.reference=teacher", "objective.kl={coefficient: 0.1}"),
+         both(copy("model", "teacher"),
+              edit_json("teacher/config.json", max_position_embeddings=20))),
     Case("a response longer than the model's positions",
          ("exceed the model's 128 positions", "lower one"), ("rollout.max_response_tokens=200",)),
     Case("tensor that does not divide heads",

@@ -25,16 +25,18 @@ WIDE = {"constraint": {"low": 0.2, "high": 0.3}}
 OBJECTIVES = {"pnpo": "tied", "gspo": "untied", "grpo": "tied"}  # and the model each trains
 
 
-def make_model(folder: Path, *, tied: bool, seed: int = 3) -> None:
+def make_model(
+    folder: Path, *, tied: bool, seed: int = 3, hidden: int = 32, layers: int = LAYERS
+) -> None:
     """A random Qwen2 whose biases and norms matter."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,

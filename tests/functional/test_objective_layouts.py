@@ -3,6 +3,7 @@
 And the terms that need the actor's help: KL to a reference policy, and entropy.
 """
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -28,7 +29,12 @@ DISTILLED = {"advantage_coefficient": 0.0}
 for divergence in DIVERGENCES:
     term = {"kl": {"coefficient": 1.0, "estimator": divergence}}
     CASES[f"distillation, {divergence}"] = ("grpo", {**DISTILLED, **term})
-CASES["distillation and rewards"] = ("pnpo", {**term, "entropy_coefficient": 0.2})
+    CASES[f"other shape, {divergence}"] = CASES[f"distillation, {divergence}"]
+wide = {"low": 0.05, "high": 0.07}  # some weights leave the bounds
+weighted = {"kl": {"coefficient": 1.0, "estimator": "jsd", "weighted": True}, "constraint": wide}
+CASES["distillation and rewards"] = ("pnpo", {**weighted, "entropy_coefficient": 0.2})
+advantage = {"kl": {"coefficient": 1.0, "estimator": "advantage"}, "constraint": wide}
+CASES["other shape, advantage"] = ("pnpo", {**DISTILLED, **advantage})
 CASES["m2po, rejecting"] = ("m2po", {"constraint": {"threshold": 1e-3}})
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
@@ -77,6 +83,7 @@ def run_objectives(rank, world_size, root, layout):
     losses = {}
     for case, (name, overrides) in CASES.items():
         objective = build_objective(name, **overrides)
+        of = "teacher" if case.startswith("other shape") else "reference"
         settings = ActorSettings(
             optimizer=OptimizerSection(
                 learning_rate=3e-3, epsilon=1e-3, weight_decay=0.0, max_grad_norm=0.0
@@ -98,11 +105,11 @@ def run_objectives(rank, world_size, root, layout):
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
         if objective.divergence is not None:
             losses[f"{case}, from itself"] = _distill_from_itself(actor, minibatch, objective)
-            heads = ReferencePolicy(actor, root / "reference").compute_head_inputs(packs)
+            heads = ReferencePolicy(actor, root / of).compute_head_inputs(packs)
             for pack, head in zip(packs, heads or (), strict=heads is not None):
                 pack.reference_head = head
         if "reference_logprobs" in objective.needs:
-            reference = ReferencePolicy(actor, root / "reference")
+            reference = ReferencePolicy(actor, root / of)
             for pack, logprobs in zip(packs, reference.compute_logprobs(packs), strict=True):
                 pack.reference_logprobs = logprobs
         result = actor.update(minibatch, objective)
@@ -118,6 +125,7 @@ def updated(tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
     make_model(root / "model", tied=True)
     make_model(root / "reference", tied=True, seed=4)
+    make_model(root / "teacher", tied=False, seed=5, hidden=48, layers=2)
     one = json.loads(run_ranks(run_objectives, 1, root, (1, 1, 1))[0])
     eight = json.loads(run_ranks(run_objectives, 8, root, (2, 2, 2))[0])
     return root, one, eight
@@ -161,9 +169,14 @@ def test_teacher_that_is_the_student_gives_no_gradient(updated):
 def test_distillation_equals_transformers(updated):
     """Loss and gradient norm of both models' whole vocabulary, at the temperature of 1."""
     root, one, _ = updated
-    student, teacher = load_model(root / "model"), load_model(root / "reference")
+    student = load_model(root / "model")
+    teachers = {
+        "distillation": load_model(root / "reference"),
+        "other shape": load_model(root / "teacher"),
+    }
     rollouts, _ = make_rollouts()
-    for divergence in DIVERGENCES:
+    for kind, divergence in itertools.product(teachers, DIVERGENCES):
+        teacher = teachers[kind]
         student.zero_grad()
         total, count = 0.0, 0
         for rollout in rollouts:
@@ -177,7 +190,7 @@ def test_distillation_equals_transformers(updated):
             count += len(response)
         (total / count).backward()
         squares = [p.grad.double().square().sum() for p in student.parameters()]
-        kl, *_, norm = one[f"distillation, {divergence}"]  # between them a policy term of 0
+        kl, *_, norm = one[f"{kind}, {divergence}"]  # between them a policy term of 0
         assert kl == pytest.approx(total.item() / count, rel=1e-5)
         assert norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
 

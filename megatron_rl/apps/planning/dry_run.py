@@ -30,7 +30,7 @@ from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
 GIB, MIB, TERA = 2**30, 2**20, 10**12
-DESCRIBED = ("behavior", "update")
+DESCRIBED = ("behavior", "reference", "update")
 LINES = 8  # maximum number of source lines shown per table
 CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data", "ep": "expert"}
@@ -49,7 +49,8 @@ class DryRun:
     micro_batches: int  # micro-batches that were run
     micro_batches_of_update: int  # if every response had the maximum length
     communicators: int  # process groups of more than one rank that sent anything
-    phases: Mapping[str, PhaseCount]  # behavior, update; an update is forward, backward and step
+    # behavior, reference of another shape, update; an update is forward, backward and step
+    phases: Mapping[str, PhaseCount]
     states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
     asleep: Mapping[str, int]  # the same while the engine generates
     asleep_host: int  # pinned bytes on the host: what sleep offloads, and a reference policy
@@ -117,11 +118,10 @@ def measure(
     nothing = torch.empty(0)  # meta tensors have no values to fit
     objective = objective.resolve(MinibatchTokens.whole(nothing, nothing, nothing))
     actor = _build(config, topology, meter)
-    states = dict(meter.live_bytes)
+    states, reference = dict(meter.live_bytes), None
     if needs_reference(objective.needs):
         meter.category = "reference"
-        # A local variable, so that its weights stay allocated.
-        reference = ReferencePolicy(actor, config.reference_path)  # noqa: F841
+        reference = ReferencePolicy(actor, config.reference_path)
     responses = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
     needed = -(-_responses_per_rank(config, topology) // len(responses))
     if micro_batches is None:
@@ -137,9 +137,14 @@ def measure(
         pack.behavior_logprobs = logprobs
         if "reference_logprobs" in objective.needs:
             pack.reference_logprobs = torch.zeros_like(logprobs)
-    heads = actor.compute_head_inputs(packs) if objective.divergence is not None else None
-    for pack, head in zip(packs, heads or (), strict=heads is not None):
-        pack.reference_head = head
+    if reference is not None and reference.other is not None:
+        meter.begin("reference")
+    if reference is not None and objective.divergence is not None:
+        heads = reference.compute_head_inputs(packs)
+        for pack, head in zip(packs, heads or (), strict=heads is not None):
+            pack.reference_head = head
+    elif reference is not None and reference.other is not None:
+        reference.compute_logprobs(packs)
     for update in range(updates):
         _update(actor, minibatch, objective, meter, number=f" {update + 1}" if update else "")
     phases = {name: count for name, count in meter.phases.items() if name != "start"}

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +45,7 @@ from megatron_rl.apps.planning.rates import (
 )
 from megatron_rl.config import Config, ParallelSection
 from megatron_rl.errors import UserError
-from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -236,7 +236,7 @@ def _with_layout(
 ) -> Config:
     """Return the config of a dry run with this layout and model."""
     sections = {
-        "model": {"path": model},
+        "model": {"path": model, "reference": None},  # `Planner` adds one of another shape
         "parallel": {
             "tensor": layout.tensor,
             "pipeline": layout.pipeline,
@@ -434,17 +434,34 @@ class Planner:
         return Rejection(layout, reason, (used + weights + longest * engine.token_bytes) / room)
 
     @property
-    def scoring_passes(self) -> int:
-        """Forward passes over the rollout batch: of the behavior policy, and of a reference."""
+    def scoring_passes(self) -> float:
+        """Forward passes over the rollout batch: of the behavior policy, and of a reference.
+
+        Those of a reference of another shape are counted by its active weights.
+        """
+        if self.other is not None:
+            return 1 + engine_sizes(self.other, 1).active / engine_sizes(self.shape, 1).active
         return 1 + needs_reference(self.config.objective.choice.needs)
 
     def _reference_bytes(self, stages: Sequence[Counts]) -> float:
         """Return the bytes of a reference policy, unless it is the model without its adapters."""
         config = self.config
         is_own = config.lora is not None and config.reference_path == config.model.path
-        if self.scoring_passes == 1 or is_own:
+        if not needs_reference(config.objective.choice.needs) or is_own:
             return 0.0
-        return max(stage["states weights"] for stage in stages)
+        weights = max(stage["states weights"] for stage in stages)
+        if self.other is None:
+            return weights
+        return weights * sum(_weights(self.other)) / sum(_weights(self.shape))
+
+    @cached_property
+    def other(self) -> ModelShape | None:
+        """The shape of a reference that has another than the policy."""
+        config = self.config
+        if not needs_reference(config.objective.choice.needs) or config.model.reference is None:
+            return None
+        shape = read_model_shape(config.model.reference)
+        return None if shape == self.shape else shape
 
     def stages(self, layout: Layout, dry_runs: DryRuns) -> tuple[list[Counts], float]:
         """Return the counts of the first (or only) and the last stage, and the replicas' share.
@@ -475,6 +492,8 @@ class Planner:
             further = max(0, stage["communicators"] - RESERVED_COMMUNICATORS) * COMMUNICATOR
             awake = max(update, stage["step peak"]) - (1 - replicas) * optimizer
             scoring = stage["behavior peak"] - optimizer - stage.get("states gradients", 0)
+            if self.other is not None:  # beside the policy's weights while it scores
+                scoring += self._reference_bytes(stages)
             found.append((awake + further, scoring, stage["asleep"]))
         train, behavior, asleep = map(max, zip(*found, strict=True))
         slots = sum(slot_bytes(_with_rollout(self.config, layout)).values())

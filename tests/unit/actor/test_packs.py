@@ -205,13 +205,12 @@ def compare_hops(rank, world_size, root):
     """Each layout with known shapes and with Megatron's own communicator; asserts here."""
     from megatron.core import parallel_state
 
-    from megatron_rl.actor import actor as actor_module
-    from megatron_rl.actor import groups
+    from megatron_rl.actor import groups, scoring
 
     for name, layout in LAYOUTS.items():
         topology = groups.initialise(**layout)
         norms, values, sent = _train(root, topology)
-        with mock.patch.object(actor_module, "pipeline_arguments", lambda *_, **__: {}):
+        with mock.patch.object(scoring, "pipeline_arguments", lambda *_, **__: {}):
             their_norms, theirs, all_sent = _train(root, topology)
         assert norms == their_norms and norms[0] > 1e-3, name
         assert all(torch.equal(mine, one) for mine, one in zip(values, theirs, strict=True)), name

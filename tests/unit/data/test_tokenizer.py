@@ -13,7 +13,12 @@ from transformers import AutoTokenizer
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import count_rows
-from megatron_rl.data.tokenizer import check_tokenizer_files, describe_raw, load_tokenizer
+from megatron_rl.data.tokenizer import (
+    check_same_tokens,
+    check_tokenizer_files,
+    describe_raw,
+    load_tokenizer,
+)
 from megatron_rl.errors import UserError
 from tests.unit.data.test_prompts import build_row, build_tokenizer, write
 from tests.unit.data.tokenizer_folders import (
@@ -300,3 +305,38 @@ def test_command_checks_run_without_torch():
         "from transformers import PreTrainedTokenizerFast; assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tokens_of_teacher_and_student_are_compared(tmp_path):
+    stored = {
+        "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
+        "added_tokens": [{"id": 3, "content": "<|end|>", "special": True}],
+        "post_processor": None,
+    }
+
+    def save(name, **changes):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(stored | changes))
+        return tmp_path / name
+
+    student = save("student")
+    # As other releases write the same tokens: merges as pairs, other settings.
+    pairs = stored["model"] | {"merges": [["a", "b"]]}
+    check_same_tokens(student, save("pairs", model=pairs, post_processor={"type": "Sequence"}))
+    others = {
+        "vocabulary": {"model": {**stored["model"], "vocab": {"a": 1, "b": 0, "ab": 2}}},
+        "merges": {"model": {**stored["model"], "merges": []}},
+        "added tokens": {"added_tokens": []},
+    }
+    for part, changes in others.items():
+        with pytest.raises(UserError, match=rf"has other tokens than .*differ in {part}\)"):
+            check_same_tokens(student, save(part, **changes))
+
+
+def test_files_are_compared_where_a_teacher_has_no_tokenizer_json(tmp_path):
+    for name, content in (("one", "a"), ("same", "a"), ("other", "b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tiktoken.model").write_text(content)
+    check_same_tokens(tmp_path / "one", tmp_path / "same")
+    with pytest.raises(UserError, match=r"differ in tiktoken.model"):
+        check_same_tokens(tmp_path / "one", tmp_path / "other")

@@ -30,6 +30,11 @@ CASES = {
             "name": "grpo", "advantage_coefficient": 0,
             "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
     ),
+    "tensor x pipeline, another teacher": (
+        "dense", {"tensor": 2, "pipeline": 2}, {"model": {"reference": "window"}, "objective": {
+            "name": "grpo", "advantage_coefficient": 0,
+            "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
+    ),
     "experts x context, KL": (
         "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
             "estimator": "k3", "coefficient": 0.1}}},
@@ -49,6 +54,8 @@ def make_config(folder, name):
     }
     for section, settings in further.items():
         values[section] = values.get(section, {}) | settings
+    if reference := values["model"].get("reference"):
+        values["model"]["reference"] = str(folder / reference)
     return parse_config(values)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 from megatron_rl.resharding.push_schedule import plan_for_rank
+from tests.unit.apps.planning.models import save_shape
 
 SMALL, H100 = "DeepSeek-R1-Distill-Qwen-1.5B", DEVICES["h100"]
 FIXED = {"context": 1, "rollout_tensor": 1, "recompute": "full"}
@@ -131,6 +133,19 @@ def test_reference_policy_is_another_scoring_pass(tmp_path, planner, dry_runs, r
     assert scored.seconds["behavior"] == pytest.approx(2 * alone.seconds["behavior"], rel=0.02)
     copied = 2 * 1_777_088_000 / layout.tensor / layout.pipeline  # bytes on the host, or more
     assert copied <= (scored.host_bytes - alone.host_bytes) * 1.02 < 1.4 * copied
+    # A teacher with half the layers: less than a pass and its copy, more than half of them. It is
+    # on the device beside the policy while it scores.
+    source = json.loads((Path(with_kl.config.model.path) / "config.json").read_text())
+    save_shape(tmp_path / "teacher", with_layers(source, with_kl.shape.num_layers // 2))
+    model = with_kl.config.model.model_copy(update={"reference": str(tmp_path / "teacher")})
+    config = with_kl.config.model_copy(update={"model": model})
+    distilled = replace(with_kl, config=config).evaluate(layout, runs)
+    for got, own, plain in (
+        (distilled.seconds["behavior"], scored.seconds["behavior"], alone.seconds["behavior"]),
+        (distilled.host_bytes, scored.host_bytes, alone.host_bytes),
+    ):
+        assert 0.5 < (got - plain) / (own - plain) < 0.8
+    assert distilled.memory["behavior"] > scored.memory["behavior"] + 0.2 * copied / H100.memory
 
 
 MIXTURES = ("Qwen3-30B-A3B", "GLM-4.5-Air", "Moonlight-16B-A3B-Instruct", "gpt-oss-20b-bf16")
