@@ -243,6 +243,15 @@ class ReferenceHead:
     weight: Tensor  # [v, h], shared by the packs of a rollout batch
 
 
+@dataclass(frozen=True)
+class ReferenceTop:
+    """The reference's K likeliest tokens at n response tokens, and all others as one bucket."""
+
+    ids: Tensor  # [n, K] int64
+    logprobs: Tensor  # [n, K] float32
+    rest: Tensor  # [n] float32, log-prob of all other tokens together
+
+
 @dataclass
 class TokenBatch:
     """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
@@ -267,7 +276,7 @@ class TokenBatch:
     turn_advantages: Tensor | None = None  # [T] float32, 0 off the mask; None: `advantages`
     reference_logprobs: Tensor | None = None  # [T] float32, for an objective with a KL term
     # on the last stage, for a KL term over the whole vocabulary
-    reference_head: ReferenceHead | None = None
+    reference_head: ReferenceHead | ReferenceTop | None = None
     # [T] each, the policy's at each update so far; None: not recorded
     traced_logprobs: list[Tensor] | None = None
     # [R] padded lengths of the sequences of each response, which sum to its length; (): one each

@@ -20,7 +20,7 @@ from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.weights import load_model, named_parameters
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.types import ReferenceHead, TokenBatch
+from megatron_rl.types import ReferenceHead, ReferenceTop, TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
@@ -122,14 +122,14 @@ class ReferencePolicy:
             return model.compute_logprobs_and_entropies(micro_batches, routing="own")
 
     def compute_head_inputs(
-        self, micro_batches: Sequence[TokenBatch]
-    ) -> list[ReferenceHead] | None:
+        self, micro_batches: Sequence[TokenBatch], *, top_k: int | None = None
+    ) -> list[ReferenceHead] | list[ReferenceTop] | None:
         """Compute what a divergence over the vocabulary needs, on the last stage; None on others.
 
         The reference then has the tokens, temperature and layout of the policy's updates.
         """
         with self._active() as model:
-            return model.compute_head_inputs(micro_batches, routing="own")
+            return model.compute_head_inputs(micro_batches, routing="own", top_k=top_k)
 
     @contextmanager
     def _active(self) -> Iterator[ScoringModel]:

@@ -26,8 +26,9 @@ from megatron_rl.actor.routing import Routing, RoutingRecorder
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.distributed.vocab_divergence import top_tokens
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.types import ReferenceHead, TokenBatch
+from megatron_rl.types import ReferenceHead, ReferenceTop, TokenBatch
 
 
 class ScoringModel:
@@ -81,23 +82,30 @@ class ScoringModel:
         return self._gather(micro_batches, local[: len(micro_batches)], rows=1 + entropy)
 
     def compute_head_inputs(
-        self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
-    ) -> list[ReferenceHead] | None:
+        self,
+        micro_batches: Sequence[TokenBatch],
+        *,
+        routing: Routing = "default",
+        top_k: int | None = None,
+    ) -> list[ReferenceHead] | list[ReferenceTop] | None:
         """Compute the head's inputs of each pack, on the last stage; None on others.
 
-        Hidden states are moved to the host. The weight is a copy.
+        Hidden states are moved to the host. The weight is a copy. With `top_k`, the likeliest
+        tokens instead, on the host.
         """
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
             states = self._run(
                 micro_batches,
-                _keep_states,
+                _keep_states if top_k is None else partial(self._keep_top, top_k),
                 forward_only=True,
                 outputs=HeadOutputs(inputs_only=True),
                 routing=routing,
             )
         if not self.topology.is_last_stage:
             return None
+        if top_k is not None:
+            return states[: len(micro_batches)]
         weight = self.chunks[-1].head_weight().detach().clone()
         return [ReferenceHead(hidden, weight) for hidden in states[: len(micro_batches)]]
 
@@ -130,8 +138,9 @@ class ScoringModel:
             pack = self.packs.prepare(batch)
             reference = batch.reference_head if outputs.divergence is not None else None
             if reference is not None:
-                hidden = to_device(reference.hidden, self.topology.device)
-                reference = replace(reference, hidden=hidden)
+                device = self.topology.device
+                moved = {key: to_device(x, device) for key, x in vars(reference).items()}
+                reference = replace(reference, **moved)
             output = model(pack.inputs, outputs=outputs, reference=reference)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
@@ -149,6 +158,20 @@ class ScoringModel:
                 forward_only=forward_only,
                 **pipeline_arguments(self.chunks[0].config, tokens=tokens),
             )
+
+    def _keep_top(
+        self, top_k: int, batch: TokenBatch, pack: LocalPack, output: Tensor
+    ) -> tuple[Tensor, ReferenceTop]:
+        """Report the likeliest tokens from the head's inputs, on the host."""
+        head = self.chunks[-1]
+        top = top_tokens(
+            output,
+            head.head_weight(),
+            top_k=top_k,
+            shard=head.vocab_shard,
+            temperature=head.temperature,
+        )
+        return output.sum(), ReferenceTop(**{key: x.to("cpu") for key, x in vars(top).items()})
 
     def _gather(
         self, micro_batches: Sequence[TokenBatch], local: list[Tensor], *, rows: int

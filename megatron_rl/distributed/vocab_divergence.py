@@ -11,12 +11,17 @@ once for the divergence, and once more in the backward pass. The reference is gi
 states, which are much smaller than its logits. Where both policies are the same to the last bit,
 value and gradient are exactly 0.
 
-Shapes: n tokens, h hidden size, V vocabulary, v vocabulary rows on this rank (padding included).
+With the reference's K likeliest tokens alone, all other tokens are one bucket: p and q then have
+K + 1 values, of which the last is the sum over the others. Its derivative by the logit of one of
+them is the bucket's, times the token's share of the bucket under the policy.
+
+Shapes: n tokens, h hidden size, V vocabulary, v vocabulary rows on this rank (padding included),
+K likeliest tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +36,7 @@ from megatron_rl.distributed.vocab_parallel import (
     spans,
     tile_shape,
 )
-from megatron_rl.types import Divergence, ReferenceHead
+from megatron_rl.types import Divergence, ReferenceHead, ReferenceTop
 
 
 def _half_log_to_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -71,6 +76,36 @@ def _tiles(tokens: int, rows: int, device: str) -> Iterator[tuple[slice, slice]]
 
 def _sum_over_ranks(table: Tensor, group: Group) -> Tensor:
     return gather_stacked(table, group=group).sum(0)
+
+
+def _backward(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    logit_gradient: Callable[[slice, slice], Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients from those of each tile's logits, which are recomputed; [c, v] each."""
+    grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    total = None  # of a frozen weight
+    if ctx.into_main_grad:
+        total = weight.main_grad
+    elif ctx.needs_input_grad[1]:
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+    for tokens, rows in _tiles(len(hidden), ctx.count, hidden.device.type):
+        out = logit_gradient(tokens, rows).mul_(grad[tokens, None])
+        if ctx.temperature != 1.0:
+            out.div_(ctx.temperature)
+        out = out.to(hidden.dtype)
+        add_product(grad_hidden[tokens], out.t(), weight[rows])
+        if total is not None:
+            add_product(total[rows], out, hidden[tokens])
+    grad_weight = None
+    if total is not None and not ctx.into_main_grad:
+        grad_weight = total.to(weight.dtype)
+    elif getattr(weight, "returns_zero_gradient", False):
+        grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
+    return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
 class _Divergence(torch.autograd.Function):
@@ -118,34 +153,113 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden (this rank's part of the group's sum) and weight."""
         hidden, weight = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        total = None  # of a frozen weight
-        if ctx.into_main_grad:
-            total = weight.main_grad
-        elif ctx.needs_input_grad[1]:
-            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for tokens, rows in _tiles(len(hidden), ctx.count, hidden.device.type):
+
+        def logit_gradient(tokens: slice, rows: slice) -> Tensor:
             logs = _Divergence._log_probs(ctx, hidden, weight, tokens, rows)
-            out = _logit_gradient(*logs, ctx.center[tokens], ctx.divergence)
-            out.mul_(grad[tokens, None])
-            if ctx.temperature != 1.0:
-                out.div_(ctx.temperature)
-            out = out.to(hidden.dtype)
-            add_product(grad_hidden[tokens], out.t(), weight[rows])
-            if total is not None:
-                add_product(total[rows], out, hidden[tokens])
-        grad_weight = None
-        if total is not None and not ctx.into_main_grad:
-            grad_weight = total.to(weight.dtype)
-        elif getattr(weight, "returns_zero_gradient", False):
-            grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+            return _logit_gradient(*logs, ctx.center[tokens], ctx.divergence)
+
+        return _backward(ctx, hidden, weight, grad, logit_gradient)
+
+
+SMALLEST_REST = -80.0  # log-probability of the other tokens together, where it underflows
+
+
+def _columns(ids: Tensor, first: int, rows: int) -> Tensor:
+    """Return the columns of tokens in [first, first + rows), and `rows` for others; like `ids`."""
+    local = ids - first
+    return torch.where((local >= 0) & (local < rows), local, rows)
+
+
+def _top_log_probs(
+    hidden: Tensor, real: Tensor, ids: Tensor, sums: Tensor, shard: VocabShard, temperature: float
+) -> Tensor:
+    """Compute log-probs of given tokens, and of all others together; [n, K] -> [n, K + 1]."""
+    table = torch.zeros(len(hidden), ids.shape[1] + 1, dtype=torch.float32, device=hidden.device)
+    for tokens, rows in _tiles(len(hidden), len(real), hidden.device.type):
+        logits = compute_logits(hidden[tokens], real[rows], temperature).sub_(sums[tokens, None])
+        columns = _columns(ids[tokens], shard.start + rows.start, logits.shape[1])
+        padded = torch.nn.functional.pad(logits, (0, 1))  # the last column: tokens elsewhere
+        table[tokens, :-1] += padded.gather(1, columns)
+        others = padded.scatter_(1, columns, -torch.inf)[:, :-1]
+        table[tokens, -1] += others.exp_().sum(1)
+    table = _sum_over_ranks(table, shard.group)
+    table[:, -1] = table[:, -1].log().clamp(min=SMALLEST_REST)
+    return table
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor, weight: Tensor, *, top_k: int, shard: VocabShard, temperature: float = 1.0
+) -> ReferenceTop:
+    """Find the likeliest tokens of a model at each position, and their log-probs.
+
+    hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows. K
+    is `top_k`, or the vocabulary's size if that is smaller. Identical on every rank.
+    """
+    real = weight[: shard.real_rows(len(weight))]
+    top_k = min(top_k, shard.vocab_size)
+    best = torch.full((len(hidden), top_k), -torch.inf, device=hidden.device)
+    ids = torch.zeros(len(hidden), top_k, dtype=torch.int64, device=hidden.device)
+    for tokens, rows in _tiles(len(hidden), len(real), hidden.device.type):
+        logits = compute_logits(hidden[tokens], real[rows], temperature)
+        values, places = logits.topk(min(top_k, logits.shape[1]), dim=1)
+        values = torch.cat((best[tokens], values), dim=1)
+        known = torch.cat((ids[tokens], places + shard.start + rows.start), dim=1)
+        best[tokens], order = values.topk(top_k, dim=1)
+        ids[tokens] = known.gather(1, order)
+    bests, known = (gather_stacked(x, group=shard.group) for x in (best, ids))  # [tp, n, K]
+    order = torch.cat(list(bests), dim=1).topk(top_k, dim=1).indices
+    ids = torch.cat(list(known), dim=1).gather(1, order)
+    sums = log_sums(hidden, real, shard=shard, temperature=temperature)
+    table = _top_log_probs(hidden, real, ids, sums, shard, temperature)
+    return ReferenceTop(ids, table[:, :-1].contiguous(), table[:, -1].contiguous())
+
+
+class _TopDivergence(torch.autograd.Function):
+    """Tiled divergence on the reference's likeliest tokens and the bucket of all others."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        top: ReferenceTop,
+        divergence: Divergence,
+        shard: VocabShard,
+        temperature: float,
+        into_main_grad: bool,
+    ) -> Tensor:
+        """[n, h], [v, h] -> [n] float32."""
+        real = weight[: shard.real_rows(len(weight))]
+        ctx.sums = log_sums(hidden, real, shard=shard, temperature=temperature)
+        log_p = _top_log_probs(hidden, real, top.ids, ctx.sums, shard, temperature)
+        log_q = torch.cat((top.logprobs, top.rest[:, None]), dim=1)
+        value, center = _terms(log_p, log_q, divergence)
+        ctx.gradient = _logit_gradient(log_p, log_q, center, divergence)  # [n, K + 1]
+        ctx.save_for_backward(hidden, weight)
+        ctx.ids, ctx.rest, ctx.count = top.ids, log_p[:, -1], len(real)
+        ctx.shard, ctx.temperature, ctx.into_main_grad = shard, temperature, into_main_grad
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden (this rank's part of the group's sum) and weight."""
+        hidden, weight = ctx.saved_tensors
+
+        def logit_gradient(tokens: slice, rows: slice) -> Tensor:
+            log_p = compute_logits(hidden[tokens], weight[rows], ctx.temperature)
+            log_p.sub_((ctx.sums + ctx.rest)[tokens, None])  # relative to the bucket
+            out = torch.nn.functional.pad(log_p.exp_().mul_(ctx.gradient[tokens, -1:]), (0, 1))
+            columns = _columns(ctx.ids[tokens], ctx.shard.start + rows.start, log_p.shape[1])
+            return out.scatter_(1, columns, ctx.gradient[tokens, :-1])[:, :-1]
+
+        return _backward(ctx, hidden, weight, grad, logit_gradient)
 
 
 def token_divergences(
     hidden: Tensor,
     weight: Tensor,
-    reference: ReferenceHead,
+    reference: ReferenceHead | ReferenceTop,
     *,
     divergence: Divergence,
     shard: VocabShard,
@@ -159,6 +273,11 @@ def token_divergences(
     part, and of the weight in `main_grad` with `into_main_grad`. The reference's hidden size may be
     another. Raises ValueError if it has other tokens or another vocabulary.
     """
+    if isinstance(reference, ReferenceTop):
+        top: Tensor = _TopDivergence.apply(
+            hidden, weight, reference, divergence, shard, temperature, into_main_grad
+        )
+        return top
     for name, own, theirs in (
         ("hidden states", hidden, reference.hidden),
         ("output weights", weight, reference.weight),

@@ -65,6 +65,11 @@ class PolicyObjective(ABC):
         return None
 
     @property
+    def top_k(self) -> int | None:
+        """Number of the reference's likeliest tokens that the divergence has; None: all tokens."""
+        return None
+
+    @property
     def uses_zero_advantage(self) -> bool:
         """True if responses with advantage 0 contribute to the loss; otherwise they are skipped."""
         return True
@@ -115,6 +120,10 @@ class Objective(PolicyObjective):
     @property
     def divergence(self) -> Divergence | None:
         return None if self.spec.kl is None else self.spec.kl.divergence
+
+    @property
+    def top_k(self) -> int | None:
+        return None if self.spec.kl is None else self.spec.kl.top_k
 
     @property
     def uses_zero_advantage(self) -> bool:

@@ -67,6 +67,8 @@ class KlPenalty(Checked):
     `weighted`, each is multiplied by the objective's weight and gate of the prefix before its
     token, as constants (`Objective.prior_weight`).
 
+    With `top_k` they compare the reference's K likeliest tokens, and all others as one token.
+
     "advantage" is no term of its own: coefficient * log q of the sampled token, a constant, is
     added to the advantage, so that the objective's weight, gate and gradient apply to it.
     """
@@ -76,9 +78,15 @@ class KlPenalty(Checked):
         "k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd", "advantage"
     ] = "k3"  # fmt: skip
     weighted: bool = False
+    top_k: int | None = None  # of the reference's tokens, the others as one bucket; None: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.top_k is not None and (self.top_k < 1 or self.divergence is None):
+            raise UserError(
+                f"kl.top_k is {self.top_k} with estimator {self.estimator!r}: it is a number of "
+                "tokens, 1 or more, of reverse_kl, forward_kl or jsd"
+            )
         if self.weighted and self.divergence is None:
             raise UserError(
                 f"kl.weighted with estimator {self.estimator!r}, which has a weight already: use "

@@ -184,10 +184,12 @@ class RolloutBatch:
         for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
             pack.turn_advantages = values
 
-    def freeze_reference(self, reference: ReferencePolicy, *, whole_vocabulary: bool) -> None:
+    def freeze_reference(
+        self, reference: ReferencePolicy, *, whole_vocabulary: bool, top_k: int | None = None
+    ) -> None:
         """Compute what a KL term needs of the reference policy; collective."""
         if whole_vocabulary:
-            heads = reference.compute_head_inputs(self.packs)
+            heads = reference.compute_head_inputs(self.packs, top_k=top_k)
             for pack, head in zip(self.packs, heads or (), strict=heads is not None):
                 pack.reference_head = head
             return

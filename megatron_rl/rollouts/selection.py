@@ -35,8 +35,12 @@ class BatchSelector:
                 batch.center_on(self.run.actor)
         if self.reference is not None:
             with clock.phase("reference"):
-                exact = self.run.objective.divergence is not None
-                batch.freeze_reference(self.reference, whole_vocabulary=exact)
+                objective = self.run.objective
+                batch.freeze_reference(
+                    self.reference,
+                    whole_vocabulary=objective.divergence is not None,
+                    top_k=objective.top_k,
+                )
         return batch
 
     @property

@@ -30,6 +30,9 @@ for divergence in DIVERGENCES:
     term = {"kl": {"coefficient": 1.0, "estimator": divergence}}
     CASES[f"distillation, {divergence}"] = ("grpo", {**DISTILLED, **term})
     CASES[f"other shape, {divergence}"] = CASES[f"distillation, {divergence}"]
+few = {"kl": {"coefficient": 1.0, "estimator": "forward_kl", "top_k": 5}}
+CASES["distillation, likeliest tokens"] = ("grpo", {**DISTILLED, **few})
+CASES["other shape, likeliest tokens"] = CASES["distillation, likeliest tokens"]
 wide = {"low": 0.05, "high": 0.07}  # some weights leave the bounds
 weighted = {"kl": {"coefficient": 1.0, "estimator": "jsd", "weighted": True}, "constraint": wide}
 CASES["distillation and rewards"] = ("pnpo", {**weighted, "entropy_coefficient": 0.2})
@@ -56,7 +59,7 @@ def _distill_from_itself(actor, minibatch, objective):
     """Loss and gradient norm, without an update, of a teacher that is the student."""
     from dataclasses import replace
 
-    heads = actor.compute_head_inputs(minibatch.micro_batches, routing="own")
+    heads = actor.compute_head_inputs(minibatch.micro_batches, routing="own", top_k=objective.top_k)
     packs = [replace(pack) for pack in minibatch.micro_batches]
     for pack, head in zip(packs, heads or (), strict=heads is not None):
         pack.reference_head = head
@@ -105,7 +108,8 @@ def run_objectives(rank, world_size, root, layout):
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
         if objective.divergence is not None:
             losses[f"{case}, from itself"] = _distill_from_itself(actor, minibatch, objective)
-            heads = ReferencePolicy(actor, root / of).compute_head_inputs(packs)
+            reference = ReferencePolicy(actor, root / of)
+            heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
             for pack, head in zip(packs, heads or (), strict=heads is not None):
                 pack.reference_head = head
         if "reference_logprobs" in objective.needs:
@@ -162,7 +166,7 @@ def test_optional_terms_are_recorded(updated):
 
 def test_teacher_that_is_the_student_gives_no_gradient(updated):
     for losses in updated[1:]:
-        for divergence in DIVERGENCES:
+        for divergence in (*DIVERGENCES, "likeliest tokens"):
             assert losses[f"distillation, {divergence}, from itself"] == [0.0, 0.0]
 
 

@@ -529,7 +529,7 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("objective.constraint=null", "objective.constraint is None: give its keys"),
         (
             "objective.kl=0.1",
-            "objective.kl is 0.1: give its keys (coefficient, estimator, weighted)",
+            "objective.kl is 0.1: give its keys (coefficient, estimator, weighted, top_k)",
         ),
         ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
         ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),

@@ -140,7 +140,7 @@ def measure(
     if reference is not None and reference.other is not None:
         meter.begin("reference")
     if reference is not None and objective.divergence is not None:
-        heads = reference.compute_head_inputs(packs)
+        heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
         for pack, head in zip(packs, heads or (), strict=heads is not None):
             pack.reference_head = head
     elif reference is not None and reference.other is not None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.distributed import vocab_parallel
-from megatron_rl.distributed.vocab_divergence import token_divergences
+from megatron_rl.distributed.vocab_divergence import token_divergences, top_tokens
 from megatron_rl.distributed.vocab_parallel import VocabShard
 from megatron_rl.types import ReferenceHead
 from tests.ranks import run_ranks
@@ -27,13 +27,29 @@ def _inputs():
     return hidden, weights[0], theirs, weights[1], draw(TOKENS)
 
 
-def _plain(divergence):
+def _buckets(p, q, top_k):
+    """Sum both policies' probabilities over all but q's likeliest tokens, in plain loops."""
+    rows = []
+    for p_row, q_row in zip(p, q, strict=True):
+        order = sorted(range(VOCAB), key=lambda token: -q_row[token].item())
+        own, theirs = ([x[token] for token in order[:top_k]] for x in (p_row, q_row))
+        if top_k < VOCAB:
+            own.append(sum(p_row[token] for token in order[top_k:]))
+            theirs.append(sum(q_row[token] for token in order[top_k:]))
+        rows.append((torch.stack(own), torch.stack(theirs)))
+    return (torch.stack(x) for x in zip(*rows, strict=True))
+
+
+def _plain(divergence, top_k=None):
     """Value and gradients by autograd from materialized float64 probabilities."""
     hidden, weight, their_hidden, their_weight, grad = (x.double() for x in _inputs())
     hidden.requires_grad_()
     weight.requires_grad_()
     p = torch.softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
     q = torch.softmax(their_hidden @ their_weight[:VOCAB].t() / TEMPERATURE, dim=-1)
+
+    if top_k is not None:
+        p, q = _buckets(p, q, top_k)
 
     def kl(a, b):
         return (a * (a / b).log()).sum(-1)
@@ -48,7 +64,7 @@ def _plain(divergence):
     return value.detach(), hidden.grad, weight.grad
 
 
-def _tiled(rank, world_size, divergence, tokens, elements, same=False):
+def _tiled(rank, world_size, divergence, tokens, elements, same=False, top_k=None):
     vocab_parallel.TILE_ELEMENTS = {"cpu": elements}
     vocab_parallel.MAX_TILE_TOKENS = tokens
     group = torch.distributed.group.WORLD if world_size > 1 else None
@@ -59,12 +75,18 @@ def _tiled(rank, world_size, divergence, tokens, elements, same=False):
     own = slice(rank * rows, (rank + 1) * rows)
     weight = weight[own].clone().requires_grad_()
     hidden.requires_grad_()
+    shard = VocabShard(rank * rows, VOCAB, group)
+    reference = ReferenceHead(their_hidden, their_weight[own].clone())
+    if top_k is not None:
+        reference = top_tokens(
+            their_hidden, reference.weight, top_k=top_k, shard=shard, temperature=TEMPERATURE
+        )
     value = token_divergences(
         hidden,
         weight,
-        ReferenceHead(their_hidden, their_weight[own].clone()),
+        reference,
         divergence=divergence,
-        shard=VocabShard(rank * rows, VOCAB, group),
+        shard=shard,
         temperature=TEMPERATURE,
     )
     value.backward(grad)
@@ -104,6 +126,27 @@ def test_token_divergences_equal_materialized(
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_same_policy_gives_exactly_zero(divergence, monkeypatch):
     for result in _run(2, divergence, 10, 30, True, monkeypatch=monkeypatch):
+        assert all(not x.any() for x in result)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("top_k", [1, 5, VOCAB])
+def test_likeliest_tokens_and_the_rest_equal_float64_loops(divergence, top_k, monkeypatch):
+    # Of four ranks the last has 2 real rows of 16, fewer than 5; tiles of 5 x 7 and 5 x 12.
+    value, grad_hidden, grad_weight = _plain(divergence, top_k)
+    for world_size, elements in ((1, 35), (4, 60)):
+        results = _run(world_size, divergence, 5, elements, False, top_k, monkeypatch=monkeypatch)
+        assert all(torch.equal(result[0], results[0][0]) for result in results)
+        torch.testing.assert_close(results[0][0], value, rtol=1e-5, atol=1e-5)
+        summed = sum(result[1] for result in results)
+        torch.testing.assert_close(summed, grad_hidden, rtol=1e-5, atol=1e-5)
+        weights = torch.cat([result[2] for result in results])
+        torch.testing.assert_close(weights, grad_weight, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_same_policy_gives_exactly_zero_on_likeliest_tokens(divergence, monkeypatch):
+    for result in _run(2, divergence, 10, 30, True, 5, monkeypatch=monkeypatch):
         assert all(not x.any() for x in result)
 
 

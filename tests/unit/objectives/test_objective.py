@@ -359,6 +359,8 @@ def test_teacher_equal_to_student_gives_no_gradient_as_advantage():
         ("grpo", {"estimator": "jsd", "weighted": True}, "weight 'token' and constraint 'ppo_"),
         ("pnpo_one_sided", {"estimator": "jsd", "weighted": True}, "constraint 'hard_gate'"),
         ("pnpo", {"estimator": "k3", "weighted": True}, "which has a weight already"),
+        ("grpo", {"estimator": "k3", "top_k": 8}, "kl.top_k is 8 with estimator 'k3'"),
+        ("grpo", {"estimator": "jsd", "top_k": 0}, "kl.top_k is 0"),
         ("m2po", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
         ("balanced", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
     ],
