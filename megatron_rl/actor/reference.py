@@ -123,7 +123,7 @@ class ReferencePolicy:
 
     def compute_head_inputs(
         self, micro_batches: Sequence[TokenBatch], *, top_k: int | None = None
-    ) -> list[ReferenceHead] | list[ReferenceTop] | None:
+    ) -> list[ReferenceHead | ReferenceTop] | None:
         """Compute what a divergence over the vocabulary needs, on the last stage; None on others.
 
         The reference then has the tokens, temperature and layout of the policy's updates.

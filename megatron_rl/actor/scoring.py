@@ -87,7 +87,7 @@ class ScoringModel:
         *,
         routing: Routing = "default",
         top_k: int | None = None,
-    ) -> list[ReferenceHead] | list[ReferenceTop] | None:
+    ) -> list[ReferenceHead | ReferenceTop] | None:
         """Compute the head's inputs of each pack, on the last stage; None on others.
 
         Hidden states are moved to the host. The weight is a copy. With `top_k`, the likeliest

@@ -81,7 +81,7 @@ def _sum_over_ranks(table: Tensor, group: Group) -> Tensor:
 def _backward(
     ctx: Any,
     hidden: Tensor,
-    weight: Tensor,
+    weight: Any,
     grad: Tensor,
     logit_gradient: Callable[[slice, slice], Tensor],
 ) -> tuple[Tensor | None, ...]:
