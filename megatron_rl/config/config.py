@@ -518,8 +518,6 @@ def engine_rank_problems(config: Config) -> list[str]:
             "parallel.engine_ranks"
         )
     unsupported = {
-        "lag.partial_rollouts": lag.partial_rollouts is not None,
-        "environment": config.environment is not None,
         "lora.push=adapters": config.lora is not None and config.lora.push == "adapters",
         "model.routing_replay": config.model.routing_replay != "none",
     }

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.token_rows import fetch_responses
-from megatron_rl.engine.engine import RolloutWindow
+from megatron_rl.engine.engine import GenerationStopped, RolloutWindow
 from megatron_rl.engine.requests import sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import (
@@ -84,12 +84,13 @@ class PartialRequests:
         *,
         time_limit: float,
         on_step: Callable[[], object] = lambda: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[Key, PartialRequest]:
         """Continue each response up to the token limit of its window, or to its end.
 
         Paused requests continue; a response without one gets a new request, which recomputes its
-        KV cache. Any error leaves no request in flight; TimeoutError is raised on all ranks of the
-        engine.
+        KV cache. Any error leaves no request in flight; TimeoutError, and GenerationStopped if
+        `should_stop` returned true, are raised on all ranks of the engine.
         """
         live: dict[Key, PartialRequest] = {}
         start = time.monotonic()
@@ -110,7 +111,11 @@ class PartialRequests:
                 steps = 0
                 while remaining:
                     if steps % POLL_INTERVAL_STEPS == 0:
-                        (late,) = any_rank_of_engine(time.monotonic() - start > time_limit)
+                        late, stopped = any_rank_of_engine(
+                            time.monotonic() - start > time_limit, should_stop()
+                        )
+                        if stopped:
+                            raise GenerationStopped
                         if late:
                             raise TimeoutError(
                                 f"{len(remaining)} of {len(assigned)} responses did not reach "

@@ -42,7 +42,7 @@ def _without_tokens(response: Response) -> Response:
 
 @dataclass
 class RemoteEngine:
-    """The part of `RolloutEngine` that whole responses need, as orders to the engines of a link.
+    """The part of `RolloutEngine` that trainers need, as orders to the engines of a link.
 
     `trainer/engine_ranks.py` executes them.
     """
@@ -95,6 +95,9 @@ class RemoteEngine:
         stats = self.resharder.push(actor, version=version)
         self._version = version
         return stats
+
+    def drop_caches(self) -> None:
+        self.link.order("drop caches")
 
     def sleep(self) -> None:
         """Do nothing: the engines have devices of their own."""

@@ -226,7 +226,12 @@ class VllmEngine:
         def run() -> list[Generated]:
             own, limit = [item[1:] for item in assigned], self.settings.time_limit_seconds
             self._partial.version, self._partial.lora_request = self._version, self._lora_request
-            requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
+            requests = self._partial.run(
+                own,
+                time_limit=limit,
+                on_step=self._hooks.on_step,
+                should_stop=self._hooks.should_stop,
+            )
             if not keep_cache:
                 self.drop_caches()
             return [

@@ -46,11 +46,11 @@ class RunContext:
 class RolloutSource(Protocol):
     """Source of the rollout batches that are trained; every rank calls it in the same order.
 
-    `EngineSource` generates whole responses, `RemoteSource` lets engines on ranks of their own
-    generate them while a step is trained, `PartialRolloutSource` continues them window by window
-    while the weights change, `OfflineSource` reads them from files, and `DemonstrationSource` takes
-    given answers. A new way of generating is a class with these methods, chosen in
-    `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
+    `EngineSource` generates whole responses, and `PartialRolloutSource` continues them window by
+    window while the weights change; `RemoteSource` and `RemotePartialSource` let engines on ranks
+    of their own do the same while a step is trained. `OfflineSource` reads them from files, and
+    `DemonstrationSource` takes given answers. A new way of generating is a class with these
+    methods, chosen in `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
     observed tokens.
     """
 
@@ -75,12 +75,12 @@ class RolloutSource(Protocol):
         """Let engines on ranks of their own generate for `step`, if they have its weights."""
         return
 
-    def collect(self, step: int) -> list[RolloutBatch]:
-        """Return batches for later steps that were generated while `step` was trained.
+    def collect(self, step: int) -> list[RolloutBatch] | None:
+        """Return batches that were generated while `step` was trained; None if none were.
 
         They go through `score` like those of `generate`.
         """
-        return []
+        return None
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         """Return the batches that this step adds to the buffer, with behavior log-probs.

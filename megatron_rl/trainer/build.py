@@ -1,5 +1,6 @@
 """Builds a trainer and all its parts from a config."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
-from megatron_rl.rollouts.remote_source import RemoteSource
+from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
@@ -73,7 +74,12 @@ from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.startup import choose_verifier, fix_date, open_conversations
+from megatron_rl.trainer.startup import (
+    choose_verifier,
+    fix_date,
+    open_conversations,
+    open_elsewhere,
+)
 from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
 
@@ -117,12 +123,17 @@ def _generate(
     progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
     link.on_wait, progress.also = progress.count, link.advance
     console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    _, config = link.next_order()
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
-    with (
-        share_prompt_sets(config, shape, folder, echo=console.echo) as prompts,
-        build_verifiers(config, topology, directory) as pool,
-    ):
+    with contextlib.ExitStack() as stack:
+        _, config = link.next_order()
+        opened = open_conversations(config, topology, echo=log, journals=directory.answers)
+        config, conversations = stack.enter_context(opened)
+        link.post(config)
+        _, reward = link.next_order()
+        config = config.model_copy(update={"reward": reward})
+        prompts = stack.enter_context(share_prompt_sets(config, shape, folder, echo=console.echo))
+        pool = stack.enter_context(build_verifiers(config, topology, directory))
         _start_verifiers(pool, prompts.training[0], config)
         hooks = EngineHooks(on_step=progress.count, should_stop=link.is_over)
         engine = build_engine(config, topology, hooks=hooks, link=link)
@@ -135,8 +146,10 @@ def _generate(
         recorder = cast(Recorder, None)  # the trainers record
         serve(
             link,
-            EngineSource(run, engine, grader, prompts, BehaviorLogprobs()),
-            Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
+            PartialRolloutSource(run, engine, grader, prompts, BehaviorLogprobs())
+            if config.lag.partial_rollouts is not None
+            else EngineSource(run, engine, grader, prompts, BehaviorLogprobs(), conversations),
+            Evaluator(config, engine, grader, prompts.evaluation, recorder, console, conversations),
             weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
             interruption=interruption,
         )
@@ -166,7 +179,11 @@ def _train(
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
-    opened = open_conversations(config, topology, echo=log, journals=directory.answers)
+    opened = (
+        open_conversations(config, topology, echo=log, journals=directory.answers)
+        if link is None
+        else open_elsewhere(config, link)
+    )
     with (
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
@@ -175,7 +192,7 @@ def _train(
             console.echo(line)
         config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         if link is not None:
-            link.order("config", config)
+            link.order("reward", config.reward)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -330,9 +347,10 @@ def _build_source(
         ranks = _ranks_per_node(run.actor.topology)
         remote = RemoteEngine(link, Resharder(receiver, config.resharding, ranks, link))
         start.ended("vllm")
-        return cast(RolloutEngine, remote), RemoteSource(
-            run, link, remote, prompts.training, behavior
-        )
+        engine = cast(RolloutEngine, remote)
+        if config.lag.partial_rollouts is not None:
+            return engine, RemotePartialSource(run, engine, grader, prompts, behavior, link=link)
+        return engine, RemoteSource(run, link, remote, prompts.training, behavior)
     if config.offline.rollouts is not None:
         rollouts = OfflineRollouts.load(config, run.console.echo)
         start.ended("rollouts")

@@ -33,6 +33,7 @@ ALL = (
     "trainer.self_test_every=1",
 )  # fmt: skip
 RESTARTS = ("environment.name=tests.functional.talking:RestartLedger", "environment.max_rewrites=2")
+QUEUE = ("lag.batches=1", *RESTARTS)
 # Agents that change the history at each of their three turns.
 AGENTS = ("environment.name=tests.functional.talking:Forgetful", "environment.max_turns=4",
           "environment.on_error=zero", "data.columns={prompt: question, answer: answer}",
@@ -44,6 +45,7 @@ RUNS = {
     "asked": (),
     "split": RESTARTS,
     "split_asked": RESTARTS,
+    "queue": QUEUE,
     "all": (*ALL, *RESTARTS),
     "all_killed": (*ALL, *RESTARTS),
     "agents": (*AGENTS, "environment.max_rewrites=2"),

@@ -20,9 +20,11 @@ SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "traine
          "logging.traced_responses=8")  # fmt: skip
 EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
 TWO = ("parallel.tensor=2", "rollout.tensor=2")
+WINDOWS = "lag.partial_rollouts={every_tokens: 16, cache: %s}"
 CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 1": (("lag.batches=1",), 1),
     "lag 1, LoRA": (("lag.batches=1", "lora={rank: 8, alpha: 16}"), 1),
+    "lag 1, windows of responses": (("lag.batches=1", WINDOWS % "recompute"), 1),
     "lag 2, engine's log-probs, 2 + 2 ranks": (("lag.batches=2", "behavior=engine", *TWO), 2),
     "lag 3, evaluated, replay, every second sync": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
@@ -30,7 +32,10 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 1, dynamic sampling, data-parallel, 2 + 1 ranks": (
         ("lag.batches=1", "dynamic_sampling.rounds=2", "parallel.data=2",
          "trainer.self_test_every=2"), 1),
+    "lag 1, windows that keep their cache, evaluated": (
+        ("lag.batches=1", "behavior=engine", "run.resume=auto", WINDOWS % "keep", *EVALUATED), 1),
 }  # fmt: skip
+KILLED = {"lag 1, windows that keep their cache, evaluated"}  # in step 4, and resumed after step 2
 # What depends on time, on the number of ranks, or on who computes.
 OF_TIME = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 
@@ -74,7 +79,13 @@ def task():
 def test_run_equals_that_on_shared_ranks(case, tmp_path):
     settings, engine_ranks = CASES[case]
     shared = train_once(tmp_path, "shared", *settings)
-    apart = train_once(tmp_path, "apart", *settings, f"parallel.engine_ranks={engine_ranks}")
+    settings = (*settings, f"parallel.engine_ranks={engine_ranks}")
+    if case in KILLED:
+        process = start_training(*SHORT, f"run.dir={tmp_path}", "run.name=apart", *settings)
+        wait_for_row(process, tmp_path / "apart", 3)
+        ranks_of(process)[1].kill()
+        assert process.wait(timeout=300) == 128 + signal.SIGKILL, process.read()
+    apart = train_once(tmp_path, "apart", *settings)
     assert_equal(shared, apart)
     assert [row["step"] for row in read_metrics(apart)] == list(range(5))
 
