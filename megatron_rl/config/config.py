@@ -505,28 +505,13 @@ def engine_rank_problems(config: Config) -> list[str]:
         return []
     if config.offline.rollouts is not None or config.sft is not None:
         return []  # refused with these, which need no engine
-    problems = []
-    if lag.policy is not None:
-        problems.append(
-            f"parallel.engine_ranks={number} cannot be combined with lag.policy={lag.policy}, "
-            "whose choice may depend on what is generated while a step is trained; set lag.batches"
-        )
-    elif lag.batches == 0:
-        problems.append(
-            f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
-            "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
-            "parallel.engine_ranks"
-        )
-    unsupported = {
-        "lora.push=adapters": config.lora is not None and config.lora.push == "adapters",
-        "model.routing_replay": config.model.routing_replay != "none",
-    }
-    problems += [
-        f"parallel.engine_ranks={number} cannot be combined with {name} yet; unset one of them"
-        for name, is_set in unsupported.items()
-        if is_set
+    if lag.policy is not None or lag.batches:
+        return []
+    return [
+        f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
+        "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
+        "parallel.engine_ranks"
     ]
-    return problems
 
 
 def lora_problems(config: Config) -> list[str]:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.data.token_rows import WRITER, remote_row
 from megatron_rl.distributed.link import Link
+from megatron_rl.engine.adapters import AdapterResharder, factor_layout
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
+from megatron_rl.resharding.push import EnginesElsewhere, Resharder, SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
 
 
@@ -40,6 +42,22 @@ def _without_tokens(response: Response) -> Response:
     )
 
 
+def build_resharder(
+    receiver: EnginesElsewhere,
+    settings: ReshardingSection,
+    *,
+    ranks_per_node: int,
+    link: Link,
+    adapters: bool,
+) -> Resharder | AdapterResharder:
+    """Build the trainers' end of weight syncs; adapters: the engines compute with adapters."""
+    base = Resharder(receiver, settings, ranks_per_node, link)
+    if not adapters:
+        return base
+    whole = EnginesElsewhere(factor_layout(receiver.layout), receiver.dtype)
+    return AdapterResharder.beside(base, whole)
+
+
 @dataclass
 class RemoteEngine:
     """The part of `RolloutEngine` that trainers need, as orders to the engines of a link.
@@ -48,7 +66,8 @@ class RemoteEngine:
     """
 
     link: Link
-    resharder: Resharder
+    receiver: EnginesElsewhere
+    resharder: Resharder | AdapterResharder
     environment_costs: Mapping[str, float] = field(default_factory=dict)
     shares_devices = False
     _version: int = -1
@@ -56,12 +75,12 @@ class RemoteEngine:
     @property
     def layout(self) -> EngineLayout:
         """The ranks of all engines."""
-        return self.resharder.receiver.layout
+        return self.receiver.layout
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the engines' weights."""
-        return self.resharder.receiver.dtype
+        return self.receiver.dtype
 
     @property
     def weight_version(self) -> int:

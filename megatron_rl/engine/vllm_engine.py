@@ -271,9 +271,8 @@ class VllmEngine:
         return read_scores(outputs, sequences)
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
-        if self._adapters is not None:
-            return self._adapters.push(actor, version=version)
-        return self._resharder.push(actor, version=version)
+        resharder = self._resharder if self._adapters is None else self._adapters.resharder
+        return resharder.push(actor, version=version)
 
     def check_idle(self) -> None:
         """Raise RuntimeError while requests run; paused ones continue with the new weights."""

@@ -43,6 +43,8 @@ class Generated(NamedTuple):
 class RemoteSource(RolloutSource):
     """Orders the responses that the buffer is missing; takes them when a step needs them or ends.
 
+    A step needs them if what it trains may depend on them (`Schedule.selects_without`).
+
     Behavior log-probs of what was generated during a step come from the engine, or from a copy of
     the weights that the step started with.
     """
@@ -54,6 +56,7 @@ class RemoteSource(RolloutSource):
     behavior: BehaviorLogprobs
     can_resume_inside = False  # what a step generates by its first weights is not there yet
     _ordered: tuple[int, list[list[PromptSlot]]] = (0, [])  # step, and what is not taken yet
+    _coming: Sequence[PromptSlot] = ()  # all slots that may be filled by what was ordered
     _updates: int = 0  # before the generation
     _arrived: Sequence[PromptSlot] = ()  # slots of the result taken last
     _costs: Sequence[Any] = ({}, 0.0)  # and seconds, of the result taken last
@@ -71,14 +74,16 @@ class RemoteSource(RolloutSource):
             buffer.next_empty_slots(step, arrived=arrived),
         )
         self._ordered, self._updates = (step, missing), self.run.actor.updates
+        surplus = spare if self.run.config.dynamic_sampling.rounds else []
+        self._coming = [*itertools.chain(*missing), *surplus]
         if missing:
             self.link.order("rollouts", step, missing, spare)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if self._ordered[0] != step:  # the first step of this start of the run
             self.start(step)
-        missing = self._ordered[1]
-        if any(slot.step == step for part in missing for slot in part):
+        missing, longest = self._ordered[1], self.run.config.rollout.max_response_tokens
+        if missing and not self.run.buffer.selects_without(step, self._coming, longest=longest):
             return self.collect(step) or []
         if missing and isinstance(self.behavior, ModelLogprobs):
             with self.run.clock.phase("behavior"):
@@ -144,8 +149,9 @@ class RemotePartialSource(PartialRolloutSource):
             return []
         if self._ordered[0] != step:  # the first step of this start of the run
             self.start(step)
-        slots = self._ordered[1]
-        if any(slot.step == step for slot in slots):
+        slots, buffer = self._ordered[1], self.run.buffer
+        longest = self.run.config.rollout.max_response_tokens
+        if slots and not buffer.selects_without(step, self._ending(), longest=longest):
             self._take()
         elif slots and isinstance(self.behavior, WindowLogprobs):
             with self.run.clock.phase("behavior"):
@@ -161,15 +167,18 @@ class RemotePartialSource(PartialRolloutSource):
 
     def _take(self) -> None:
         """Wait for the window that was ordered last. Collective."""
-        step, slots = self._ordered
-        self._ordered, self._updates, before = (step, ()), self._ordered_after, self._tokens()
+        self._arrived, before = self._ending(), self._tokens()
+        self._ordered, self._updates = (self._ordered[0], ()), self._ordered_after
         with self.run.clock.phase("rollout"):
             (window,), _, seconds = share_generated(self.link.take())
         self.insert(window.slots, window.rollouts)
         self.new_tokens = self._tokens() - before
         self._seconds, self._is_taken = (seconds, *window.engine_seconds), True
-        generation = self.run.buffer.schedule.generation
-        self._arrived = [slot for slot in slots if generation(slot) <= step]
+
+    def _ending(self) -> list[PromptSlot]:
+        """Slots of the window that was ordered last whose groups it finishes."""
+        step, slots = self._ordered
+        return [slot for slot in slots if self.run.buffer.schedule.generation(slot) <= step]
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         if not self._is_taken:

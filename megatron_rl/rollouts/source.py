@@ -50,8 +50,8 @@ class RolloutSource(Protocol):
     window while the weights change; `RemoteSource` and `RemotePartialSource` let engines on ranks
     of their own do the same while a step is trained. `OfflineSource` reads them from files, and
     `DemonstrationSource` takes given answers. A new way of generating is a class with these
-    methods, chosen in `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
-    observed tokens.
+    methods, chosen in `trainer/build.py`. Conversations with environments are responses of
+    `EngineSource` and `RemoteSource` that have observed tokens.
     """
 
     @property

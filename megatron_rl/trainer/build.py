@@ -25,7 +25,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
-from megatron_rl.engine.remote import RemoteEngine
+from megatron_rl.engine.remote import RemoteEngine, build_resharder
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -35,7 +35,7 @@ from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import EnginesElsewhere, LocalWeights, Resharder
+from megatron_rl.resharding.push import EnginesElsewhere
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
@@ -68,7 +68,7 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.engine_ranks import actor_topology, serve
+from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
@@ -150,7 +150,7 @@ def _generate(
             if config.lag.partial_rollouts is not None
             else EngineSource(run, engine, grader, prompts, BehaviorLogprobs(), conversations),
             Evaluator(config, engine, grader, prompts.evaluation, recorder, console, conversations),
-            weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
+            weights=WeightsElsewhere(shape, actor_topology(config, link, topology), config.lora),
             interruption=interruption,
         )
 
@@ -344,8 +344,11 @@ def _build_source(
         first, settings = link.trainers, config.rollout
         layout = EngineLayout(settings.tensor, link.engines, settings.expert_parallel, first)
         receiver = EnginesElsewhere(layout, compute_dtype(config, run.actor.topology))
-        ranks = _ranks_per_node(run.actor.topology)
-        remote = RemoteEngine(link, Resharder(receiver, config.resharding, ranks, link))
+        resharder = build_resharder(
+            receiver, config.resharding, ranks_per_node=_ranks_per_node(run.actor.topology),
+            link=link, adapters=build_adapter_settings(config) is not None,
+        )  # fmt: skip
+        remote = RemoteEngine(link, receiver, resharder)
         start.ended("vllm")
         engine = cast(RolloutEngine, remote)
         if config.lag.partial_rollouts is not None:

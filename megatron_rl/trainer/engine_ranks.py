@@ -14,19 +14,42 @@
 Between two orders engines have their weights and, of partial rollouts, what the trainers have too.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.actor.lora import push_sources
 from megatron_rl.config import Config
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.engine.remote import share_rollouts
-from megatron_rl.resharding.push import WeightSource
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.adapted import LocalWeight
+from megatron_rl.resharding.push import LocalWeights, WeightSource
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.remote_source import flatten, generate_window
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.trainer.evaluation import Evaluator
+
+
+@dataclass(frozen=True)
+class WeightsElsewhere:
+    """The trainers' weights as an engine rank sees them: it has none of them."""
+
+    shape: ModelShape
+    topology: Topology
+    lora: LoraSection | None
+
+    def named_parameters_local(self) -> Mapping[str, LocalWeight]:
+        """Return no parameters."""
+        return {}
+
+    def push_sources(self) -> tuple[LocalWeights, LocalWeights]:
+        """Return the model's weights and those of the adapters, none of which are here."""
+        return push_sources((), self.lora, shape=self.shape, topology=self.topology)
 
 
 def serve(

@@ -24,6 +24,12 @@ WINDOWS = "lag.partial_rollouts={every_tokens: 16, cache: %s}"
 CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 1": (("lag.batches=1",), 1),
     "lag 1, LoRA": (("lag.batches=1", "lora={rank: 8, alpha: 16}"), 1),
+    "drawn lags, adapters alone, 1 + 2 ranks": (
+        ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}",
+         "lora={rank: 8, alpha: 16, push: adapters}"), 2),
+    "short groups first, replay": (
+        ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
+         "replay={capacity: 2, fresh: 0.5}"), 1),
     "lag 1, windows of responses": (("lag.batches=1", WINDOWS % "recompute"), 1),
     "lag 2, engine's log-probs, 2 + 2 ranks": (("lag.batches=2", "behavior=engine", *TWO), 2),
     "lag 3, evaluated, replay, every second sync": (

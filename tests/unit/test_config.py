@@ -134,23 +134,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["eval.sets={a: b}", "eval.every=5", "lag.sync_weights_every=2"],
             "eval.every=5: the engine gets the current weights only every lag.sync_weights_every=2",
         ),
-        *(
-            (
-                MINIMAL,
-                ["parallel.engine_ranks=2", "lag.batches=1", setting],
-                f"parallel.engine_ranks=2 cannot be combined with {name}",
-            )
-            for name, setting in {
-                "environment": "environment={name: 'a:b', max_context_tokens: 99}",
-                "lora.push=adapters": "lora={rank: 8, push: adapters}",
-                "model.routing_replay": "model.routing_replay=behavior",
-            }.items()
-        ),
-        (
-            MINIMAL,
-            ["parallel.engine_ranks=2", "lag.policy=a:B"],
-            "parallel.engine_ranks=2 cannot be combined with lag.policy=a:B, whose choice may",
-        ),
         (
             MINIMAL,
             ["parallel.engine_ranks=2", "offline.rollouts=a"],
