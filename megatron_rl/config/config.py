@@ -264,6 +264,11 @@ class Config(Section):
             )
         return problems
 
+    def sides(self, processes: int) -> tuple[int, int]:
+        """Return the numbers of processes that train and that generate; both are all by default."""
+        engines = self.parallel.engine_ranks
+        return (processes, processes) if engines is None else (processes - engines, engines)
+
     def process_problems(self, processes: int) -> list[str]:
         """List the reasons why this number of processes does not fit the layout."""
         parallel, tensor, problems = self.parallel, self.rollout.tensor, []
