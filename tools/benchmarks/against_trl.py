@@ -96,12 +96,10 @@ def make_task(name: str) -> Path:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from megatron_rl.apps.tasks.fine_tuning import build_model
-
     longest = 48 + size.tokens
     tokenizer = tiny.build_tokenizer(longest)
     tokenizer.add_tokens([f" w{i}" for i in range(WORDS - len(tokenizer))])
-    config = build_model(SimpleNamespace(**size.shape), tokenizer, longest).config
+    config = tiny.build_model(SimpleNamespace(**size.shape), tokenizer, longest).config
     config.intermediate_size = size.shape["intermediate"]
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(config)
