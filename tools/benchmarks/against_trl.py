@@ -64,6 +64,8 @@ LAYOUTS = {
     "data 2": ("parallel.context=1", "parallel.data=2"),
     "context 2": ("parallel.context=2",),
     "one process": ("parallel.context=1",),
+    "data 2, lag 1": ("parallel.context=1", "parallel.data=2", "lag.batches=1"),
+    "engine ranks 1, lag 1": ("parallel.context=1", "parallel.engine_ranks=1", "lag.batches=1"),
 }
 
 
@@ -153,8 +155,8 @@ def run_ours(
     rows = [
         {
             "seconds": row["time/step"],
-            "generate": row["time/rollout"] + row.get("time/reward", 0.0),
-            "logprobs": row["time/behavior"],
+            "generate": row.get("time/rollout", 0.0) + row.get("time/reward", 0.0),
+            "logprobs": row.get("time/behavior", 0.0),
             "train": row["time/train"],
             "tokens": row["response/length_mean"],
             "reward": row["reward/mean"],
