@@ -21,6 +21,8 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.token_rows import PIECE_BYTES
 from megatron_rl.models.adapters import count_adapter_parameters, slot_elements
 from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.objectives import build_objective
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout, largest_module
 from megatron_rl.trainer.actor_settings import build_adapter_settings
@@ -154,11 +156,11 @@ def moments(
 
 def _host_bytes_of_trainer(config: Config, dry_run: DryRun) -> dict[str, int]:
     """Return what a rank that only trains pins: nothing is offloaded, and a copy is kept."""
-    offloaded = dry_run.states["optimizer"] - dry_run.asleep.get("optimizer", 0)
-    kept = _width(config) * dry_run.parameters if config.behavior == "actor" else 0
+    weights = _width(config) * dry_run.parameters
+    needs = build_objective(config.objective.name, **config.objective.overrides).needs
     return {
-        "reference policy": max(0, dry_run.asleep_host - offloaded),
-        "weights kept for behavior log-probs": kept,
+        "reference policy": weights if needs_reference(needs) else 0,
+        "weights kept for behavior log-probs": weights if config.behavior == "actor" else 0,
     }
 
 
