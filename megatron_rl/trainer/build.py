@@ -179,11 +179,9 @@ def _train(
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
-    opened = (
-        open_conversations(config, topology, echo=log, journals=directory.answers)
-        if link is None
-        else open_elsewhere(config, link)
-    )
+    opened = open_elsewhere(config, link) if link else open_conversations(
+        config, topology, echo=log, journals=directory.answers
+    )  # fmt: skip
     with (
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,

@@ -138,14 +138,7 @@ def moments(
     engine = {"its weights": weights, **slots, "KV cache of one longest sequence": keys}
     received = response_bytes(config, trainers=dry_run.processes)
     responses = {"responses of a step": received.rank if dry_run.rank else received.writer}
-    on_host = responses | (
-        {
-            "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
-            **adapter_host_bytes(config, engine=weights + sum(slots.values())),
-        }
-        if is_shared
-        else _host_bytes_of_trainer(config, dry_run)
-    )
+    on_host = responses | _pinned_bytes(config, dry_run, engine=weights + sum(slots.values()))
     return [
         *first,
         Moment(GENERATING, device_bytes, generating),
@@ -154,8 +147,16 @@ def moments(
     ]
 
 
-def _host_bytes_of_trainer(config: Config, dry_run: DryRun) -> dict[str, int]:
-    """Return what a rank that only trains pins: nothing is offloaded, and a copy is kept."""
+def _pinned_bytes(config: Config, dry_run: DryRun, *, engine: int) -> dict[str, int]:
+    """Return what a rank pins on its host; engine: bytes that its engine computes with.
+
+    A rank that only trains offloads nothing, and keeps a copy of the weights.
+    """
+    if config.parallel.engine_ranks is None:
+        return {
+            "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
+            **adapter_host_bytes(config, engine=engine),
+        }
     weights = _width(config) * dry_run.parameters
     needs = build_objective(config.objective.name, **config.objective.overrides).needs
     return {
