@@ -52,6 +52,9 @@ class SamplingSettings:
     top_p: float
     max_tokens: int
     seed: int
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    returns_masks: bool = False  # responses have the tokens that were kept (`Response.mask_ids`)
 
 
 def sampled_ranges(observed: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
@@ -79,8 +82,16 @@ def _empty_bytes() -> np.ndarray:
     return np.empty(0, np.uint8)
 
 
+def no_ids() -> np.ndarray:
+    """Return an empty array of ids: no sampling masks."""
+    import numpy as np  # not installed in a launcher environment
+
+    return np.empty(0, np.int32)
+
+
 REPLACES_HISTORY = "replaces_history"  # key of the first message of a history that replaces another
-TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32"}  # arrays of a Response
+TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32", "mask_ids": "int32",
+                 "mask_counts": "int32"}  # fmt: skip  # arrays of a Response
 ROUTES = {"routes": "uint8"}  # another one, which only the ranks that train it receive
 
 
@@ -113,6 +124,10 @@ class Response:
     # REPLACES_HISTORY, and assistant's messages that came with it were not sampled here
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None  # by the environment; None: a verifier grades
+    # the sampling mask: ids that the sampler kept when it drew each token, one token after the
+    # other; int32. Empty: it kept all
+    mask_ids: np.ndarray = field(default_factory=no_ids)
+    mask_counts: np.ndarray = field(default_factory=no_ids)  # [L] int32, of each token; they add up
     # the engine's experts as bytes, as `EngineRoutes.of` returns them; empty: not recorded. They
     # are on the owner alone, not on rank 0
     routes: np.ndarray = field(default_factory=_empty_bytes)
@@ -276,6 +291,9 @@ class TokenBatch:
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
     routes: Tensor | None = None
+    # [T, k] int32: ids of the tokens that the sampler kept when it drew the label, -1 in unused
+    # places; a row without ids keeps the whole vocabulary. None: no label has a mask
+    sampling_mask: Tensor | None = None
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None

@@ -41,6 +41,8 @@ class LocalPack:
     layout: SequenceLayout
     inputs: ModelInput
     host: SequenceLayout  # the layout on the host
+    # [n, k] on the host: ids that the sampler kept at each response position; see `TokenBatch`
+    sampling_mask: Tensor | None = None
     _local: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def shard(self, values: Tensor) -> Tensor:
@@ -149,7 +151,10 @@ class PackCache:
                 local_rotation=None if local is None else self._rotation(positions, local),
             ),
         )
-        return LocalPack(layout, inputs, host)
+        mask = batch.sampling_mask
+        if mask is not None:
+            mask = host.shard(mask)[response_positions]
+        return LocalPack(layout, inputs, host, mask)
 
     def _rotation(self, positions: Tensor, shape: ModelShape) -> PackRotation:
         """Return the rotation of positions [t] on the host; the tables grow by powers of two."""

@@ -11,7 +11,7 @@ from megatron_rl.data.token_rows import WRITER, remote_row
 from megatron_rl.distributed.link import Link
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
-from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
+from megatron_rl.types import TOKEN_COLUMNS, Prompt, Response, Rollout, SamplingSettings
 
 
 def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
@@ -31,13 +31,8 @@ def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
 
 
 def _without_tokens(response: Response) -> Response:
-    return replace(
-        response,
-        token_ids=remote_row(len(response.token_ids)),
-        rollout_logprobs=remote_row(len(response.rollout_logprobs)),
-        text="",
-        messages=(),
-    )
+    rows: Any = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    return replace(response, **rows, text="", messages=())
 
 
 @dataclass

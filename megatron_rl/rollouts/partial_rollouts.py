@@ -28,7 +28,6 @@ from megatron_rl.types import (
     PromptSlot,
     Response,
     Rollout,
-    SamplingSettings,
 )
 
 UNFINISHED = GradeResult(0.0, "unfinished", None)
@@ -147,9 +146,7 @@ class PartialRolloutSource(RolloutSource):
             part = RolloutWindow(
                 prompts=[self.prompts.training[indices[slot.group]] for slot in own],
                 samples=settings.responses_per_prompt,
-                sampling=SamplingSettings(
-                    temperature=settings.temperature,
-                    top_p=1.0,
+                sampling=self.run.sampling(
                     max_tokens=settings.max_response_tokens,
                     seed=derive_seed(config.seed, "rollout", of_step),
                 ),

@@ -238,6 +238,10 @@ def _minibatch(
         sequence_parallel=actor.sequence_parallel,
         gemm_tokens=actor.settings.gemm_tokens,
     )
+    if config.rollout.top_k is not None:
+        for pack in minibatch.micro_batches:
+            ids = torch.zeros(len(pack.tokens), config.rollout.top_k, dtype=torch.int32)
+            pack.sampling_mask = ids
     return minibatch
 
 

@@ -131,6 +131,7 @@ def moments(
     received = response_bytes(config, processes=dry_run.processes)
     on_host = {
         "responses of a step": received.rank if dry_run.rank else received.writer,
+        **mask_host_bytes(config, dry_run),
         "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
         **adapter_host_bytes(config, engine=weights + sum(slots.values())),
     }
@@ -228,6 +229,18 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
     return layers * shape.experts.experts_per_token * width / tensor
 
 
+def mask_host_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
+    """Return the bytes of a rollout batch's sampling masks in packs, by name; empty without any.
+
+    They are padded to `rollout.top_k` ids: of the whole pack, and of this rank's shard.
+    """
+    if config.rollout.top_k is None:
+        return {}
+    packs = config.trainer.minibatches * dry_run.micro_batches_of_update
+    tokens = packs * dry_run.local_tokens * (config.parallel.context + 1)
+    return {"sampling masks of its packs": COLUMN * config.rollout.top_k * tokens}
+
+
 def slot_bytes(config: Config) -> dict[str, int]:
     """Return bytes of one engine rank's slots on the device, by name; empty without adapters."""
     settings = build_adapter_settings(config)
@@ -286,9 +299,12 @@ def response_bytes(config: Config, *, processes: int) -> ResponseBytes:
     owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
     # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
     each = COLUMN * rollout.max_response_tokens
-    everything = 3 * each * responses
+    # And the sampling masks, which its owner, the writer and those that train it have.
+    masks = 0 if rollout.top_k is None else (rollout.top_k + 1) * each
+    everything = (3 * each + masks) * responses
     partial = config.lag.partial_rollouts is not None  # every rank has all of them
-    own = everything if partial else min(everything, 3 * each * trained + each * owned)
+    some = (3 * each + masks) * trained + (each + masks) * owned
+    own = everything if partial else min(everything, some)
     return ResponseBytes(
         0 if processes == 1 else own, 0 if processes == 1 else everything, PIECE_BYTES
     )
