@@ -103,12 +103,12 @@ def test_only_rank_0_and_owner_have_tokens_and_texts(gathered, piece):
     for rank, of_rank in enumerate(gathered):
         assert of_rank[False, piece, 0] == []
         for position, response in enumerate(of_rank[False, piece, 9]):
-            owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
+            owner = (0, 2)[position % 2]
             whole = _plain(_response(position, owner))
             if rank != owner:
                 whole["routes"] = f"{len(whole['routes'])} tokens"
             if rank not in (0, owner):
-                sampled = f"{len(whole['rollout_logprobs'])} tokens"
-                whole |= {"token_ids": length, "rollout_logprobs": sampled, "text": ""}
-                whole |= {"messages": (), "grade": None}  # the ranges are known everywhere
+                whole |= {name: f"{len(whole[name])} tokens" for name in TOKEN_COLUMNS}
+                # the ranges are known everywhere
+                whole |= {"text": "", "messages": (), "grade": None}
             assert response == whole
