@@ -89,6 +89,7 @@ DRIFT = (
     Metric(("ratio/first_minibatch_max_deviation",), "", "largest abs(ratio - 1) in the first update: must be 0 without [policy lag](policy-lag.md)"),
     Metric(("ratio/max_deviation",), "", "largest abs(ratio - 1)"),
     Metric(("ratio/log_mean",), "nats", "mean log-ratio, policy minus behavior"),
+    Metric(("ratio/log_to_reference_mean",), "nats", "mean log-prob of the sampled tokens under the policy minus that under the reference, where one is compared by sampled tokens: an estimate of KL(policy, reference)"),
     Metric(("ratio/kl_to_behavior",), "nats", "the k3 estimate of the KL divergence from the behavior policy"),
     Metric(("ratio/chi_square",), "", "mean of (ratio - 1)^2: an estimate of the chi-square divergence from it"),
     Metric(("ratio/prefix_mean_log_mean", "ratio/prefix_mean_log_std"), "nats", "of the prefix-mean log-ratio S_t / t"),

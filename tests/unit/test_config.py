@@ -542,7 +542,10 @@ def test_objective_is_name_or_mapping(tmp_path):
             "as {low: 0.0007, high: 0.00095}; or give a new one as {kind: ...} of ppo_clip",
         ),
         ("objective.constraint=null", "objective.constraint is None: give its keys"),
-        ("objective.kl=0.1", "objective.kl is 0.1: give its keys (coefficient, estimator), as"),
+        (
+            "objective.kl=0.1",
+            "objective.kl is 0.1: give its keys (coefficient, estimator, weighted)",
+        ),
         ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
         ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),
         ("lag.partial_rollouts=x", "lag.partial_rollouts='x': must be a number of tokens, at l"),
