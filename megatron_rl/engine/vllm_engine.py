@@ -130,15 +130,8 @@ class VllmEngine:
             token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
         arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
-        arguments |= {
-            "model": str(model_folder), "dtype": str(dtype).removeprefix("torch."), "seed": seed,
-            "tensor_parallel_size": settings.tensor, "max_num_seqs": settings.max_num_seqs,
-            "kv_cache_memory_bytes": None if on_cuda else settings.kv_cache_mib * 2**20,
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enable_expert_parallel": check_expert_parallel(
-                settings.expert_parallel, on_cuda=on_cuda
-            ),
-        }  # fmt: skip
+        arguments |= {"model": str(model_folder), "seed": seed}
+        arguments |= self._size_arguments(on_cuda=on_cuda)
         arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
         arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
         if settings.removes_tokens:
@@ -155,6 +148,18 @@ class VllmEngine:
         self._partial = PartialRequests(
             self._llm.llm_engine, self._stop, self._masks, max_num_seqs=limit
         )
+
+    def _size_arguments(self, *, on_cuda: bool) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tensor_parallel_size": settings.tensor, "max_num_seqs": settings.max_num_seqs,
+            "kv_cache_memory_bytes": None if on_cuda else settings.kv_cache_mib * 2**20,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enable_expert_parallel": check_expert_parallel(
+                settings.expert_parallel, on_cuda=on_cuda
+            ),
+        }  # fmt: skip
 
     def describe_stop(self) -> str:
         """Describe in one line what ends a response."""
