@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a command checks a run, and starts it, without torch: its i
     import numpy as np
     from torch import Tensor
 
+    from megatron_rl.data.sampling_mask import SamplingMask
+
 
 # unfinished: continues with newer weights; lost: its environment was lost, so it is not trained
 FinishReason = Literal["stop", "length", "unfinished", "lost"]
@@ -291,9 +293,8 @@ class TokenBatch:
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
     routes: Tensor | None = None
-    # [T, k] int32: ids of the tokens that the sampler kept when it drew the label, -1 in unused
-    # places; a row without ids keeps the whole vocabulary. None: no label has a mask
-    sampling_mask: Tensor | None = None
+    # tokens that the sampler kept when it drew each label, of T positions; None: no label has a mask
+    sampling_mask: SamplingMask | None = None
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None

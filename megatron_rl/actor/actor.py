@@ -456,9 +456,9 @@ class MegatronActor:
             if reference is not None:
                 hidden = to_device(reference.hidden, self.topology.device)
                 reference = replace(reference, hidden=hidden)
-            mask = pack.sampling_mask
-            if mask is not None:
-                mask = to_device(mask, self.topology.device)
+            mask = None
+            if pack.sampling_mask is not None:
+                mask = to_device(pack.sampling_mask.padded(), self.topology.device)
             output = model(pack.inputs, outputs=outputs, reference=reference, sampling_mask=mask)
             return output, as_megatron_loss(partial(compute, batch, pack))
 

@@ -25,6 +25,7 @@ from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import HeadOutputs, ModelInput
 from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
 from megatron_rl.data.packing import build_pack
+from megatron_rl.data.sampling_mask import SamplingMask
 from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
@@ -41,8 +42,8 @@ class LocalPack:
     layout: SequenceLayout
     inputs: ModelInput
     host: SequenceLayout  # the layout on the host
-    # [n, k] on the host: ids that the sampler kept at each response position; see `TokenBatch`
-    sampling_mask: Tensor | None = None
+    # the tokens that the sampler kept at the n response positions; see `TokenBatch`
+    sampling_mask: SamplingMask | None = None
     _local: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def shard(self, values: Tensor) -> Tensor:
@@ -153,7 +154,8 @@ class PackCache:
         )
         mask = batch.sampling_mask
         if mask is not None:
-            mask = host.shard(mask)[response_positions]
+            places = host.shard(torch.arange(len(batch.tokens)))
+            mask = mask.select(places[response_positions])
         return LocalPack(layout, inputs, host, mask)
 
     def _rotation(self, positions: Tensor, shape: ModelShape) -> PackRotation:

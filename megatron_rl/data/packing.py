@@ -27,11 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.data.sampling_mask import spread_masks
 from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.types import Denominators, Minibatch, Response, Rollout, TokenBatch
+from megatron_rl.types import Denominators, Minibatch, Rollout, TokenBatch
 
 FILLER = -1  # in TokenBatch.rollout_indices
 
@@ -217,25 +218,8 @@ def build_pack(
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,
         engine_routes=torch.from_numpy(routes) if routes.size else None,
-        sampling_mask=_spread_masks(responses, mask),
+        sampling_mask=spread_masks(responses, mask),
     )
-
-
-def _spread_masks(responses: Sequence[Response], response_mask: np.ndarray) -> Tensor | None:
-    """Spread the responses' sampling masks over a pack, as `TokenBatch.sampling_mask`; [T, k]."""
-    if not any(len(one.mask_counts) for one in responses):
-        return None
-    counts = np.concatenate(
-        [one.mask_counts if len(one.mask_counts) else np.zeros(one.length, np.int32)
-         for one in responses]
-    )  # fmt: skip
-    rows = np.full((len(counts), counts.max()), -1, np.int32)
-    rows[np.arange(counts.max()) < counts[:, None]] = np.concatenate(
-        [one.mask_ids for one in responses]
-    )
-    spread = np.full((len(response_mask), rows.shape[1]), -1, np.int32)
-    spread[response_mask] = rows
-    return torch.from_numpy(spread)
 
 
 def _bytes_per_token(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:

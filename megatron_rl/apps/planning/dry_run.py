@@ -21,6 +21,7 @@ from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, Meter, PhaseCount, fake_device
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
+from megatron_rl.data.sampling_mask import SamplingMask
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
@@ -240,8 +241,9 @@ def _minibatch(
     )
     if config.rollout.top_k is not None:
         for pack in minibatch.micro_batches:
-            ids = torch.zeros(len(pack.tokens), config.rollout.top_k, dtype=torch.int32)
-            pack.sampling_mask = ids
+            counts = torch.full_like(pack.tokens, config.rollout.top_k, dtype=torch.int32)
+            ids = torch.zeros(int(counts.sum()), dtype=torch.int32)
+            pack.sampling_mask = SamplingMask(ids, counts)
     return minibatch
 
 

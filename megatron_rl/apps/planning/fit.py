@@ -37,6 +37,7 @@ COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve cove
 RESERVED_COMMUNICATORS = 4
 PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
 COLUMN = 4  # bytes of a token id, and of a log-prob
+KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
 HOST = "a process on the host"
@@ -229,16 +230,29 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
     return layers * shape.experts.experts_per_token * width / tensor
 
 
+def kept_tokens(config: Config) -> int:
+    """Return the number of tokens that a sampling mask keeps on average.
+
+    With `top_k` alone it keeps that many. Next to `top_p` or `min_p` it is an assumption, since the
+    number depends on the model's distributions.
+    """
+    rollout = config.rollout
+    if rollout.top_k is None:
+        return 0
+    is_bounded = rollout.top_p < 1 or rollout.min_p > 0
+    return min(rollout.top_k, KEPT_OF_NUCLEUS) if is_bounded else rollout.top_k
+
+
 def mask_host_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
     """Return the bytes of a rollout batch's sampling masks in packs, by name; empty without any.
 
-    They are padded to `rollout.top_k` ids: of the whole pack, and of this rank's shard.
+    Those of the whole pack, and of this rank's shard.
     """
-    if config.rollout.top_k is None:
+    if not config.rollout.removes_tokens:
         return {}
     packs = config.trainer.minibatches * dry_run.micro_batches_of_update
     tokens = packs * dry_run.local_tokens * (config.parallel.context + 1)
-    return {"sampling masks of its packs": COLUMN * config.rollout.top_k * tokens}
+    return {"sampling masks of its packs": COLUMN * (kept_tokens(config) + 1) * tokens}
 
 
 def slot_bytes(config: Config) -> dict[str, int]:
@@ -300,7 +314,7 @@ def response_bytes(config: Config, *, processes: int) -> ResponseBytes:
     # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
     each = COLUMN * rollout.max_response_tokens
     # And the sampling masks, which its owner, the writer and those that train it have.
-    masks = 0 if rollout.top_k is None else (rollout.top_k + 1) * each
+    masks = each * (kept_tokens(config) + 1) if rollout.removes_tokens else 0
     everything = (3 * each + masks) * responses
     partial = config.lag.partial_rollouts is not None  # every rank has all of them
     some = (3 * each + masks) * trained + (each + masks) * owned
