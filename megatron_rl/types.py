@@ -15,8 +15,6 @@ if TYPE_CHECKING:  # a command checks a run, and starts it, without torch: its i
     import numpy as np
     from torch import Tensor
 
-    from megatron_rl.data.sampling_mask import SamplingMask
-
 
 # unfinished: continues with newer weights; lost: its environment was lost, so it is not trained
 FinishReason = Literal["stop", "length", "unfinished", "lost"]
@@ -260,6 +258,36 @@ class ReferenceHead:
     weight: Tensor  # [v, h], shared by the packs of a rollout batch
 
 
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The tokens that a sampler kept at N positions of a pack, on the host and without padding.
+
+    A position without ids has no mask: its log-prob is over the whole vocabulary.
+    """
+
+    ids: Tensor  # [sum of counts] int32
+    counts: Tensor  # [N] int32
+
+    def select(self, positions: Tensor) -> SamplingMask:
+        """Return the mask of some positions; [n] int64."""
+        import torch
+
+        counts = self.counts[positions].long()
+        starts = (self.counts.cumsum(0) - self.counts)[positions]
+        # place in `ids` of each id: the start of its position, and how far behind that it is
+        moved = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
+        return SamplingMask(self.ids[moved + torch.arange(len(moved))], counts.int())
+
+    def padded(self) -> Tensor:
+        """Return the ids as rows, -1 in unused places; [N, largest count] int32."""
+        import torch
+
+        width = int(self.counts.max()) if len(self.counts) else 0
+        rows = torch.full((len(self.counts), width), -1, dtype=torch.int32)
+        rows[torch.arange(width) < self.counts[:, None]] = self.ids
+        return rows
+
+
 @dataclass
 class TokenBatch:
     """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
@@ -293,7 +321,7 @@ class TokenBatch:
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
     routes: Tensor | None = None
-    # tokens that the sampler kept when it drew each label, of T positions; None: no label has a mask
+    # of T positions: the tokens that the sampler kept when it drew each label; None: of no label
     sampling_mask: SamplingMask | None = None
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded

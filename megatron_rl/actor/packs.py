@@ -25,14 +25,13 @@ from megatron_rl.actor.layers import PackContext
 from megatron_rl.actor.model import HeadOutputs, ModelInput
 from megatron_rl.actor.rotary import PackRotation, RotationTables, build_rotation
 from megatron_rl.data.packing import build_pack
-from megatron_rl.data.sampling_mask import SamplingMask
 from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
-from megatron_rl.types import TokenBatch
+from megatron_rl.types import SamplingMask, TokenBatch
 
 
 @dataclass

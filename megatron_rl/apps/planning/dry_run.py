@@ -21,13 +21,12 @@ from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, Meter, PhaseCount, fake_device
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
-from megatron_rl.data.sampling_mask import SamplingMask
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
-from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
+from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout, SamplingMask
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
 GIB, MIB, TERA = 2**30, 2**20, 10**12
