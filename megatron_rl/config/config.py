@@ -113,6 +113,7 @@ class Config(Section):
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
+        problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -462,6 +463,40 @@ def routing_problems(config: Config) -> list[str]:
         "routes are recorded only where the actor computes the behavior log-probs of the rollouts "
         "that it trains in the same step; unset one"
     ]
+
+
+def sampling_problems(config: Config) -> list[str]:
+    """List conflicts of `rollout.top_k`, `top_p` and `min_p` with other settings of a `Config`."""
+    rollout = config.rollout
+    given = {"top_k": rollout.top_k is not None, "top_p": rollout.top_p < 1,
+             "min_p": rollout.min_p > 0}  # fmt: skip
+    settings = " and ".join(
+        f"rollout.{name}={getattr(rollout, name)}" for name, is_set in given.items() if is_set
+    )
+    if not settings:
+        return []
+    problems = []
+    if rollout.top_k is None:
+        problems.append(
+            f"{settings} needs rollout.top_k, which bounds the ids that are recorded with each "
+            "token; set it, for example to 512"
+        )
+    if "divergence" in config.objective.choice.needs:
+        problems.append(
+            f"{settings} cannot be combined with a divergence over the whole vocabulary: the "
+            "policy that generates is over the tokens that its sampler kept; set "
+            "objective.kl.estimator=k3, or unset one"
+        )
+    unused = {
+        "offline.rollouts, whose files have the tokens that their sampler kept": (
+            config.offline.rollouts
+        ),
+        "sft": config.sft,
+    }
+    problems += [
+        f"{settings}: no effect with {name}; unset one" for name, value in unused.items() if value
+    ]
+    return problems
 
 
 def partial_rollout_problems(config: Config) -> list[str]:

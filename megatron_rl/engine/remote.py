@@ -13,7 +13,7 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.engine.adapters import AdapterResharder, factor_layout
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import EnginesElsewhere, Resharder, SyncStats, WeightSource
-from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
+from megatron_rl.types import TOKEN_COLUMNS, Prompt, Response, Rollout, SamplingSettings
 
 
 def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
@@ -33,13 +33,8 @@ def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
 
 
 def _without_tokens(response: Response) -> Response:
-    return replace(
-        response,
-        token_ids=remote_row(len(response.token_ids)),
-        rollout_logprobs=remote_row(len(response.rollout_logprobs)),
-        text="",
-        messages=(),
-    )
+    rows: Any = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    return replace(response, **rows, text="", messages=())
 
 
 def build_resharder(

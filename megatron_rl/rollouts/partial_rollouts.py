@@ -26,7 +26,6 @@ from megatron_rl.types import (
     PromptGroup,
     PromptSlot,
     Rollout,
-    SamplingSettings,
 )
 
 UNFINISHED = GradeResult(0.0, "unfinished", None)
@@ -163,9 +162,7 @@ class PartialRolloutSource(RolloutSource):
             part = RolloutWindow(
                 prompts=[self.prompts.training[indices[slot.group]] for slot in own],
                 samples=settings.responses_per_prompt,
-                sampling=SamplingSettings(
-                    temperature=settings.temperature,
-                    top_p=1.0,
+                sampling=self.run.sampling(
                     max_tokens=settings.max_response_tokens,
                     seed=derive_seed(config.seed, "rollout", of_step),
                 ),

@@ -11,7 +11,7 @@ from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, build_rollout_batch
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.types import PromptGroup
+from megatron_rl.types import PromptGroup, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,19 @@ class RunContext:
     def min_prompts_to_check(self) -> int:
         """Prompts without any grade that end the run: half of a usual step's, at least two."""
         return max(2, self.config.fresh_groups // 2)
+
+    def sampling(self, *, max_tokens: int, seed: int) -> SamplingSettings:
+        """Return the settings with which rollouts are sampled."""
+        rollout = self.config.rollout
+        return SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_tokens=max_tokens,
+            seed=seed,
+            top_k=rollout.top_k or 0,
+            min_p=rollout.min_p,
+            returns_masks=rollout.removes_tokens,
+        )
 
     def pack(
         self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()

@@ -25,7 +25,7 @@ SHORT = (
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
-    "advantage.credit=turn",
+    "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
 )  # fmt: skip
 ALL = (
     "lag.batches=1", "replay={capacity: 3, fresh: 0.5}", "dynamic_sampling.rounds=1",
@@ -140,6 +140,6 @@ def run_offline(folder):
     settings = [
         *(one for one in arguments(folder, "offline") if not one.startswith("environment")),
         "environment=null", f"offline.rollouts={folder}/split", "eval.sets={}",
-        "rollout.max_response_tokens=96",
+        "rollout.max_response_tokens=96", "rollout.top_k=null", "rollout.min_p=0",
     ]  # fmt: skip
     build.run_training(load_config(CONFIG, settings), rank=0, world_size=1)

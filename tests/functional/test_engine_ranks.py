@@ -34,8 +34,9 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
         ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
          "replay={capacity: 2, fresh: 0.5}"), 1),
     "lag 1, windows of responses": (("lag.batches=1", WINDOWS % "recompute"), 1),
-    "lag 3, evaluated, replay, every second sync": (
+    "lag 3, evaluated, replay, every second sync, top-p": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
+         "rollout.top_k=8", "rollout.top_p=0.98",
          *EVALUATED), 1),
     "lag 1, dynamic sampling, data-parallel, 2 + 1 ranks": (
         ("lag.batches=1", "dynamic_sampling.rounds=2", "parallel.data=2",

@@ -77,7 +77,22 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             "rollout.prompts_per_step=10 cannot be split into",
         ),
         (MINIMAL, ["optimizer.min_learning_rate=1"], "min_learning_rate is above"),
-        (MINIMAL, ["rollout.top_p=0.9"], "rollout.top_p: unknown key"),
+        (
+            MINIMAL,
+            ["rollout.top_p=0.9", "rollout.min_p=0.1"],
+            "rollout.top_p=0.9 and rollout.min_p=0.1 needs rollout.top_k, which bounds",
+        ),
+        (MINIMAL, ["rollout.top_k=1"], "rollout.top_k=1: must be at least 2"),
+        (
+            MINIMAL,
+            ["rollout.top_k=9", "objective={name: grpo, kl: {coefficient: 1, estimator: jsd}}"],
+            "rollout.top_k=9 cannot be combined with a divergence over the whole vocabulary",
+        ),
+        (
+            MINIMAL,
+            ["rollout.top_k=9", "offline.rollouts=x"],
+            "rollout.top_k=9: no effect with offline.rollouts, whose files have the tokens",
+        ),
         (
             MINIMAL,
             ["advantage.estimator=leave_one_out", "advantage.std=none"],

@@ -40,6 +40,7 @@ COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve cove
 RESERVED_COMMUNICATORS = 4
 PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
 COLUMN = 4  # bytes of a token id, and of a log-prob
+KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
 SENDING = "sending weights"  # to engines on ranks of their own
@@ -137,8 +138,11 @@ def moments(
     }
     engine = {"its weights": weights, **slots, "KV cache of one longest sequence": keys}
     received = response_bytes(config, trainers=dry_run.processes)
-    responses = {"responses of a step": received.rank if dry_run.rank else received.writer}
-    on_host = responses | _pinned_bytes(config, dry_run, engine=weights + sum(slots.values()))
+    on_host = {
+        "responses of a step": received.rank if dry_run.rank else received.writer,
+        **mask_host_bytes(config, dry_run),
+        **_pinned_bytes(config, dry_run, engine=weights + sum(slots.values())),
+    }
     return [
         *first,
         Moment(GENERATING, device_bytes, generating),
@@ -253,6 +257,31 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
     return layers * shape.experts.experts_per_token * width / tensor
 
 
+def kept_tokens(config: Config) -> int:
+    """Return the number of tokens that a sampling mask keeps on average.
+
+    With `top_k` alone it keeps that many. Next to `top_p` or `min_p` it is an assumption, since the
+    number depends on the model's distributions.
+    """
+    rollout = config.rollout
+    if rollout.top_k is None:
+        return 0
+    is_bounded = rollout.top_p < 1 or rollout.min_p > 0
+    return min(rollout.top_k, KEPT_OF_NUCLEUS) if is_bounded else rollout.top_k
+
+
+def mask_host_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
+    """Return the bytes of a rollout batch's sampling masks in packs, by name; empty without any.
+
+    Those of the whole pack, and of this rank's shard.
+    """
+    if not config.rollout.removes_tokens:
+        return {}
+    packs = config.trainer.minibatches * dry_run.micro_batches_of_update
+    tokens = packs * dry_run.local_tokens * (config.parallel.context + 1)
+    return {"sampling masks of its packs": COLUMN * (kept_tokens(config) + 1) * tokens}
+
+
 def slot_bytes(config: Config) -> dict[str, int]:
     """Return bytes of one engine rank's slots on the device, by name; empty without adapters."""
     settings = build_adapter_settings(config)
@@ -313,9 +342,12 @@ def response_bytes(config: Config, *, trainers: int) -> ResponseBytes:
         owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
     # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
     each = COLUMN * rollout.max_response_tokens
-    everything = 3 * each * responses
+    # And the sampling masks, which its owner, the writer and those that train it have.
+    masks = each * (kept_tokens(config) + 1) if rollout.removes_tokens else 0
+    everything = (3 * each + masks) * responses
     partial = config.lag.partial_rollouts is not None  # every rank has all of them
-    own = everything if partial else min(everything, 3 * each * trained + each * owned)
+    some = (3 * each + masks) * trained + (each + masks) * owned
+    own = everything if partial else min(everything, some)
     return ResponseBytes(
         0 if trainers == 1 else own, 0 if trainers == 1 else everything, PIECE_BYTES
     )
