@@ -141,7 +141,10 @@ class ScoringModel:
                 device = self.topology.device
                 moved = {key: to_device(x, device) for key, x in vars(reference).items()}
                 reference = replace(reference, **moved)
-            output = model(pack.inputs, outputs=outputs, reference=reference)
+            mask = None
+            if pack.sampling_mask is not None:
+                mask = to_device(pack.sampling_mask.padded(), self.topology.device)
+            output = model(pack.inputs, outputs=outputs, reference=reference, sampling_mask=mask)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]

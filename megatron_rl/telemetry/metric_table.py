@@ -100,6 +100,8 @@ DRIFT = (
     Metric(("weight/effective_sample_fraction",), "0..1", "(sum w)^2 / (n sum w^2) of the weights after the constraint, over the n tokens with a non-zero advantage"),
     Metric(("weight/log_min", "weight/log_max"), "", "extremes of the objective's own log-weight"),
     Metric(("mismatch/logprob_diff_mean", "mismatch/logprob_diff_rms", "mismatch/logprob_abs_diff_max"), "nats", "behavior minus rollout log-prob"),
+    Metric(("sampling/kept_mean", "sampling/kept_max"), "tokens", "with `rollout.top_k`: number of tokens that the sampler kept when it drew a token ([Top-k, top-p, min-p](sampling.md))"),
+    Metric(("sampling/one_kept_fraction",), "0..1", "tokens for which the sampler kept one alone: their log-prob is 0, and they have no gradient"),
     Metric(("routing/changed_fraction",), "0..1", "tokens whose set of experts in a layer is not that of the behavior pass, over all layers, in a mixture of experts; absent where [nothing is recorded](routing-replay.md#when-routes-are-recorded)"),
     Metric(("routing/changed_fraction_by_layer/<layer>",), "0..1", "the same in one layer, counted from 0"),
     Metric(("routing/engine_changed_fraction",), "0..1", "with `model.routing_replay: engine`: tokens for which the actor would choose another set of experts in a layer than the engine did"),

@@ -158,8 +158,9 @@ def test_remaining_time_counts_steps(tmp_path, monkeypatch):
     study = plan(tmp_path)
     steps = dict(zip([run.name for run in study.runs], (2, 1, 2, 0), strict=True))
     monkeypatch.setattr(running, "_last_step", lambda run: steps[run.name])
+    monkeypatch.setattr(running.time, "monotonic", lambda: 1600.0)
     progress = StudyProgress(
-        study, print, done=1, begun=time.monotonic() - 600, steps_before=dict.fromkeys(steps, 0),
+        study, print, done=1, begun=1000.0, steps_before=dict.fromkeys(steps, 0),
         steps_made=2,
     )  # fmt: skip
     output = progress.line(study.runs[1:3])

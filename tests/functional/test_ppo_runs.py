@@ -66,7 +66,6 @@ def test_rollouts_of_run_reproduce_its_weights_bit_for_bit_without_engine(dapo):
         assert [row[key] for row in again] == [row[key] for row in rows]
     trained = load_file(folder / "model" / "model.safetensors")
     assert all(weights[name].equal(weight) for name, weight in trained.items())
-    assert "time/rollout" not in again[0] or again[0]["time/rollout"] < 1
     assert "rollout/tokens" not in again[0]
 
 

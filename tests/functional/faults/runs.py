@@ -41,15 +41,13 @@ def run(
         kept = os.dup(1), os.dup(2)
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        begin = time.monotonic()
         status = run_command(arguments)
-        seconds = time.monotonic() - begin
         for number, file in enumerate(kept, start=1):
             os.dup2(file, number)
             os.close(file)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    ended = {"status": status, "output": text, "seconds": seconds, "ended_at": time.time()}
+    ended = {"status": status, "output": text, "ended_at": time.time()}
     return ended | {"left": find_left(started)}
 
 

@@ -72,7 +72,7 @@ def job_of_ranks():
 
 def test_signals_work_in_all_that_users_start(job_of_ranks):
     """timeout, Popen.terminate and Process.terminate."""
-    wanted = {"ends": [124, -15, -15], "is_quick": True}
+    wanted = [124, -15, -15]
     with open_pool("Reports") as pool, verifiers() as graders:
         assert json.loads(Talk(pool, row="{}")([["signals"]])[0][0].observation) == wanted
         (grade,) = graders.verify_all([Item("signals", "", "")])
@@ -98,7 +98,6 @@ def test_trouble_of_one_is_its_own(tmp_path):
     for trouble in TROUBLES:
         rows += [{"trouble": trouble, "folder": str(tmp_path)}, {}]
     with open_pool("Trouble", limit=2.0, memory_gib=1.0) as pool:
-        start = time.monotonic()
         results = play(pool, rows)
         broker = psutil.Process(pool._process.pid)
         for place in range(1, len(rows), 2):
@@ -115,7 +114,6 @@ def test_trouble_of_one_is_its_own(tmp_path):
         assert "SystemExit: in a task" in found["exits_in_a_task"].text
         assert "CancelledError" in found["cancels"].text
         assert "environment.memory_gib=1 GiB; raise it" in found["fills_memory"].text
-        assert time.monotonic() - start < 60
         wait_until(lambda: len(broker.children(recursive=True)) == 1)  # the template
     assert not any(Path("/dev/shm", file.read_text()).exists() for file in tmp_path.iterdir())
 
@@ -146,33 +144,30 @@ def test_thread_that_a_call_leaves_costs_no_other_call():
     assert {one.reason for one in grades} == {"scored"}
 
 
-def test_sending_never_waits_for_a_worker():
-    """300 KB to each of several that do not read, and the manager is as quick as before."""
-    with open_pool("Trouble", limit=2.0) as pool:
+def test_sending_never_waits_for_a_worker(tmp_path):
+    """300 KB to each of several that read only after the last has been sent its own."""
+    with open_pool("Deaf", limit=60.0) as pool:
         for place in range(4):
-            pool.begin(place, json.dumps({"name": "a", "trouble": "blocks_later", "turn": 1}), 0)
+            pool.begin(place, json.dumps({"name": place, "folder": str(tmp_path)}), 0)
             pool.send(place, TURNS[0])
         answered = 0
         while answered < 4:
             answered += len(pool.poll(30.0))
-        time.sleep(0.1)
-        start = time.monotonic()
+        wait_until(lambda: all((tmp_path / f"{place} is deaf").exists() for place in range(4)))
         for place in range(4):
             pool.send(place, "x" * 300_000)
-        assert time.monotonic() - start < 1.5  # the limit is 2 s: it would be longer than that
-        failures = []
-        while len(failures) < 4:
-            failures += pool.poll(30.0)
-        assert {one.kind for _, one in failures} == {"timed_out"}
+        (tmp_path / "listen").touch()
+        answers = []
+        while len(answers) < 4:
+            answers += pool.poll(30.0)
+        assert [one for _, one in answers] == [Answer("300000", done=True)] * 4
 
 
 def test_time_limit_is_of_a_conversations_own_work():
-    """Many at once on a few cores: 0.2 s of computing and 0.2 s of waiting each."""
+    """Many at once on a few cores, each of which computes for 12 x 0.2 s: over the limit."""
     with open_pool("Works", limit=1.0) as pool:
         (alone,) = play(pool, [{}])
-        start = time.monotonic()
         together = play(pool, [{}] * 12 * (os.cpu_count() or 1))
-        assert time.monotonic() - start > 1.0  # longer than the limit
     assert alone == [Answer(reward=1.0, done=True)]
     assert together == [alone] * len(together)
 
@@ -181,9 +176,7 @@ def test_waiting_for_manager_is_not_a_calls_own_time():
     """Many print more than a pipe holds, and all wait for the one process that reads it."""
     rows = [{"trouble": "prints_50_mb", "turn": 1}] * 16 * (os.cpu_count() or 1)
     with open_pool("Trouble", limit=1.0) as pool:
-        start = time.monotonic()
         results = play(pool, rows)
-        assert time.monotonic() - start > 1.0
     assert [one[-1] for one in results] == [expected(place)[-1] for place in range(len(rows))]
 
 
@@ -192,10 +185,8 @@ def test_threads_buy_no_time():
     if (os.cpu_count() or 1) >= 20:
         pytest.skip("needs more threads than cores")
     with open_pool("Threads", limit=1.0) as pool:
-        start = time.monotonic()
         ((failure,),) = play(pool, [{}])
         assert failure.kind == "timed_out"
-        assert time.monotonic() - start < 20
 
 
 SECRETS = """
