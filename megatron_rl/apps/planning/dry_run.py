@@ -26,7 +26,15 @@ from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
-from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout, SamplingMask
+from megatron_rl.types import (
+    GradeResult,
+    Minibatch,
+    Prompt,
+    Response,
+    Rollout,
+    SamplingMask,
+    TokenBatch,
+)
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
 GIB, MIB, TERA = 2**30, 2**20, 10**12
@@ -137,14 +145,8 @@ def measure(
         pack.behavior_logprobs = logprobs
         if "reference_logprobs" in objective.needs:
             pack.reference_logprobs = torch.zeros_like(logprobs)
-    if reference is not None and reference.other is not None:
-        meter.begin("reference")
-    if reference is not None and objective.divergence is not None:
-        heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
-        for pack, head in zip(packs, heads or (), strict=heads is not None):
-            pack.reference_head = head
-    elif reference is not None and reference.other is not None:
-        reference.compute_logprobs(packs)
+    if reference is not None:
+        _score_reference(reference, packs, objective, meter)
     for update in range(updates):
         _update(actor, minibatch, objective, meter, number=f" {update + 1}" if update else "")
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
@@ -167,6 +169,20 @@ def measure(
         asleep=dict(meter.live_bytes),
         asleep_host=meter.live_bytes_on_host,
     )
+
+
+def _score_reference(
+    reference: ReferencePolicy, packs: Sequence[TokenBatch], objective: Any, meter: Meter
+) -> None:
+    """Run the reference over the packs; one of another shape as a phase of its own."""
+    if reference.other is not None:
+        meter.begin("reference")
+    if objective.divergence is not None:
+        heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
+        for pack, head in zip(packs, heads or (), strict=heads is not None):
+            pack.reference_head = head
+    elif reference.other is not None:
+        reference.compute_logprobs(packs)
 
 
 def _update(
