@@ -4,7 +4,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from tests.functional.test_train_layouts import make_model
-from tests.functional.tiny_runs import ROOT, TRAIN, train
+from tests.functional.tiny_runs import PLACES, ROOT, TRAIN, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 HEADS_OF_32 = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -67,7 +67,7 @@ def rows(tmp_path_factory):
         rows[name] = train(
             *SHORT, *smaller, f"parallel.data={replicas}", f"run.dir={folder}", f"run.name={name}",
             config=config,
-            places=(f"model.path={folder}/models/{name}", f"data.train={TRAIN}"),
+            places=(f"model.path={folder}/models/{name}", f"data.train={TRAIN}", PLACES[-1]),
         )  # fmt: skip
     return rows
 

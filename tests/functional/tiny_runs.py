@@ -19,7 +19,8 @@ TASK = ROOT / ".cache" / ("tiny_task" if SEED == "1" else f"tiny_task_of_seed_{S
 TRAIN = TASK / "some.parquet"
 PROMPTS = 512
 PLACES = (f"model.path={TASK}/model", f"data.train={TRAIN}",
-          f"eval.sets={{heldout: {TASK}/heldout.parquet}}")  # fmt: skip
+          f"eval.sets={{heldout: {TASK}/heldout.parquet}}",
+          "reward.verifier=tests.functional.sums:grade")  # fmt: skip
 CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
 
 
