@@ -11,13 +11,13 @@ import pytest
 
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
-from tests.functional.tiny_runs import TASK, make_task, start_training
+from tests.functional.tiny_runs import CUT, TASK, make_task, start_training
 
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=4",
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=2",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
-         "logging.traced_responses=8")  # fmt: skip
+         "logging.traced_responses=8", *CUT)  # fmt: skip
 EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
 TWO = ("parallel.tensor=2", "rollout.tensor=2")
 CASES = {  # settings of both runs, and the number of ranks that only generate
@@ -70,7 +70,12 @@ def task():
     make_task()
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("lag 1", "lag 1, LoRA")  # the first is contained in that with dynamic sampling
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+)
 def test_run_equals_that_on_shared_ranks(case, tmp_path):
     settings, engine_ranks = CASES[case]
     shared = train_once(tmp_path, "shared", *settings)
@@ -116,7 +121,9 @@ def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
     assert_equal(whole, run)
 
 
-@pytest.mark.parametrize(("rank", "side"), [(1, "generates"), (0, "trains")])
+@pytest.mark.parametrize(
+    ("rank", "side"), [(1, "generates"), pytest.param(0, "trains", marks=pytest.mark.slow)]
+)
 def test_stopped_rank_of_either_side_ends_both_and_is_named(rank, side, tmp_path):
     settings = ("lag.batches=1", "parallel.engine_ranks=1", "trainer.steps=500",
                 "trainer.stall_seconds=20", "resharding.time_limit_seconds=20")  # fmt: skip
