@@ -14,7 +14,7 @@ are random. So it knows the form; what RL has to find is that using the environm
 The output folder contains `ask` and `lookup`, each with `train.jsonl` and `heldout.jsonl`, and
 `model` in Hugging Face format; a second call with the same settings does nothing.
 
-    python tools/make_tool_tasks.py --output .cache/tool_tasks
+    python -m tools.make_tool_tasks --output .cache/tool_tasks
 """
 
 import json
@@ -26,7 +26,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.apps.tasks.tiny_task import PORTABLE, make_folder_once, settings_parser
+from megatron_rl.apps.tasks.tiny_task import build_model, make_folder_once, settings_parser
+from tools.fine_tuning import IGNORED, PORTABLE
+from tools.fine_tuning import update as train_on
 
 DIGITS, KEYS = "0123456789", "abcdefghijklmnopqrstuvwxyz"
 # Tokens are single characters and a few pieces of text.
@@ -148,8 +150,6 @@ def draw_batch(generator: random.Random, settings: Settings, tokenizer, used: fl
     """Draw right-padded token ids and labels of conversations; [batch, MAX_TOKENS] each."""
     import torch
 
-    from megatron_rl.apps.tasks.fine_tuning import IGNORED
-
     drawn = [split(draw_conversation(generator, used)) for _ in range(settings.batch)]
     texts = [text for parts in drawn for text, _ in parts]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -169,8 +169,6 @@ def train_model(model, tokenizer, settings: Settings) -> None:
     """Fine-tune the model on correct conversations, then on those that ignore the environment."""
     import torch
 
-    from megatron_rl.apps.tasks.fine_tuning import update as update_model
-
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
     )
@@ -181,7 +179,7 @@ def train_model(model, tokenizer, settings: Settings) -> None:
         rate = settings.learning_rate * min(1, (update + 1) / 50) * max(left, 0.1)
         optimizer.param_groups[0]["lr"] = rate
         used = settings.used if is_noisy else 1.0
-        loss = update_model(model, optimizer, *draw_batch(generator, settings, tokenizer, used))
+        loss = train_on(model, optimizer, *draw_batch(generator, settings, tokenizer, used))
         if update % 50 == 49:
             print(f"fine-tuning: {update + 1} updates, loss {loss:.3f}", flush=True)
 
@@ -190,8 +188,6 @@ def make(folder: Path, settings: Settings) -> dict:
     """Write data and model into `folder`; return the measurements."""
     import torch
     from transformers.utils.logging import disable_progress_bar
-
-    from megatron_rl.apps.tasks.fine_tuning import build_model
 
     disable_progress_bar()  # for saving one small file
     torch.set_num_threads(1)
@@ -231,7 +227,8 @@ def main() -> None:
     output = arguments.pop("output")
     if not PORTABLE.items() <= os.environ.items():
         # Libraries read these when they are loaded, and torch is not loaded yet.
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PORTABLE})
+        command = [sys.executable, "-m", "tools.make_tool_tasks", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **PORTABLE})
     try:
         make_once(output, Settings(**arguments))
     except ValueError as error:

@@ -3,5 +3,5 @@
 source "$(dirname "$0")/launch.sh"
 
 bash tools/setup_env.sh
-"${MEGATRON_RL_VENV:-.venv}/bin/python" tools/make_tool_tasks.py --output .cache/tool_tasks
+"${MEGATRON_RL_VENV:-.venv}/bin/python" -m tools.make_tool_tasks --output .cache/tool_tasks
 train ask.yaml "$@"

@@ -31,10 +31,16 @@ def after_thinking(text: str) -> str | None:
 
 
 def without_thinking(text: str) -> str:
-    """Return what a response has outside of thinking, which may also begin or end with it."""
+    """Return what a response has outside of thinking, which may also begin or end with it.
+
+    Makes a single pass over the text: a model may repeat a mark until it is cut.
+    """
     parts, start = [], 0
+    begin = _BEGINS.search(text)
     while True:
-        begin, end = _BEGINS.search(text, start), _ENDS.search(text, start)
+        if begin is not None and begin.start() < start:
+            begin = _BEGINS.search(text, start)
+        end = _ENDS.search(text, start)
         if end is not None and (begin is None or end.start() < begin.start()):
             start = end.end()  # of thinking that began before
             continue

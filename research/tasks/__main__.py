@@ -60,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Generate the task if it does not exist, and print where it is."""
     options = build_parser().parse_args(arguments)
-    from megatron_rl.apps.tasks.tiny_task import PORTABLE
     from research.tasks.making import make_once
+    from tools.fine_tuning import PORTABLE
 
     assert "torch" not in sys.modules, "torch is imported already: kernels cannot be chosen"
     os.environ.update(PORTABLE)

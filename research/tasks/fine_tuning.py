@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.apps.tasks.fine_tuning import model_sizes, update
+from megatron_rl.apps.tasks.tiny_task import model_sizes
 from megatron_rl.errors import UserError
 from research.tasks.measuring import (
     compute_accuracy,
@@ -34,6 +34,7 @@ from research.tasks.worked_solution import (
     count_decisions,
     noisy_solution,
 )
+from tools.fine_tuning import update
 
 EASY_LEARNED = 0.5  # probability of a correct solution that ends the easy stage
 LEARNED = 0.9  # probability of a correct solution that ends the second stage

@@ -19,12 +19,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.apps import tasks as apps_tasks
+from megatron_rl.apps.tasks.tiny_task import build_model
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import LOCK, try_lock
 from research.tasks.settings import KINDS, TaskSettings
 from research.tasks.tokens import build_tokenizer
 from research.tasks.worked_solution import Problem, correct_answer, correct_solution
+from tools.fine_tuning import update
 
 STAMP = "made.json"
 STATE = "fine_tuning.pt"  # of an unfinished fine-tuning
@@ -98,7 +99,7 @@ def compute_digest(settings: TaskSettings) -> str:
     names = ("making", "measuring", "settings", "tokens", "worked_solution", "fine_tuning")
     code = [Path(__file__).with_name(f"{name}.py") for name in names]
     code.append(Path(inspect.getfile(KINDS[settings.task].draw)))
-    code.append(Path(apps_tasks.__file__).with_name("fine_tuning.py"))  # build_model, update
+    code += [Path(inspect.getfile(function)) for function in (build_model, update)]
     parts = [json.dumps(_relevant(settings), sort_keys=True).encode()]
     return hashlib.sha256(b"".join(parts + [file.read_bytes() for file in code])).hexdigest()
 
@@ -123,7 +124,6 @@ def _make(folder: Path, settings: TaskSettings, report: Callable[[str], None]) -
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.apps.tasks.fine_tuning import build_model
     from research.tasks.fine_tuning import FineTuning, build_mixture
 
     disable_progress_bar()  # for saving one small file

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.apps.tasks.fine_tuning import IGNORED
 from research.tasks.tokens import ANSWER, END
 from research.tasks.worked_solution import (
     Problem,
@@ -14,6 +13,7 @@ from research.tasks.worked_solution import (
     correct_solution,
     verify_trace,
 )
+from tools.fine_tuning import IGNORED
 
 SAMPLES = 2048  # sampled answers per measurement
 SAMPLE_BATCH = 512

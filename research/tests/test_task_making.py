@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl.apps.tasks.fine_tuning import IGNORED, build_model, update
+from megatron_rl.apps.tasks.tiny_task import build_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 from research.tasks import fine_tuning
@@ -20,6 +20,7 @@ from research.tasks.measuring import compute_accuracy, encode, sample_accuracy
 from research.tasks.settings import TaskSettings
 from research.tasks.tokens import build_tokenizer
 from research.tasks.worked_solution import Noise, correct_solution, verify_trace
+from tools.fine_tuning import IGNORED, update
 
 SMALL = {"train": 20, "heldout": 10, "batch": 8}
 

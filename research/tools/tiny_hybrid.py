@@ -16,17 +16,16 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.apps.tasks import tiny_task
+from research.tasks.tiny_model import FineTuningSettings, measure_accuracy, train_model
 
-SETTINGS = dataclasses.replace(tiny_task.Settings(), heads=2, longest_warm_up=4000)
+SETTINGS = FineTuningSettings(heads=2, longest_warm_up=4000)
 
 
 def build_model(tokenizer, max_length: int):
     """Build a randomly initialized Qwen3.5 of the size of the quickstart's model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    from megatron_rl.apps.tasks.fine_tuning import model_sizes
-
-    sizes = model_sizes(SETTINGS, tokenizer, max_length)
+    sizes = tiny_task.model_sizes(SETTINGS, tokenizer, max_length)
     config = Qwen3_5TextConfig(
         **sizes | {"num_hidden_layers": 4},
         head_dim=SETTINGS.hidden // SETTINGS.heads,
@@ -55,9 +54,9 @@ def make(folder: Path) -> dict:
     max_length = 8 * SETTINGS.longest + 48
     tokenizer = tiny_task.build_tokenizer(max_length)
     model = build_model(tokenizer, max_length)
-    updates = tiny_task.train_model(model, tokenizer, SETTINGS)
+    updates = train_model(model, tokenizer, SETTINGS)
     model.eval()
-    accuracy = tiny_task.measure_accuracy(model, tokenizer, heldout, SETTINGS)
+    accuracy = measure_accuracy(model, tokenizer, heldout, SETTINGS)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return {

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,15 +29,33 @@ CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
 
 
 def make_task():
-    """The quickstart's data and model; made once, then found. Others who want it wait."""
-    command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", str(TASK),
-               "--seed", SEED]  # fmt: skip
+    """The quickstart's data and model; made once, then found. Others who want it wait.
+
+    The model of another seed is one that supervised training makes of a random one.
+    """
+    make = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", str(TASK),
+            "--seed", SEED]  # fmt: skip
     TASK.parent.mkdir(exist_ok=True)
     with TASK.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(command, cwd=ROOT, check=True)
+        if SEED == "1":
+            subprocess.run(make, cwd=ROOT, check=True)
+        elif not TRAIN.exists():
+            subprocess.run([*make, "--supervised"], cwd=ROOT, check=True)
+            _train_supervised(Path(f"{TASK}_run"))
         if not TRAIN.exists():
             pq.write_table(pq.read_table(TASK / "train.parquet").slice(0, PROMPTS), TRAIN)
+
+
+def _train_supervised(run):
+    places = (f"model.path={TASK}/model", f"data.train={TASK}/solutions.jsonl",
+              "sft.validation={}", "eval.sets={}", f"run.dir={run}")  # fmt: skip
+    arguments = training_arguments(
+        f"seed={SEED}", config=CONFIG.with_name("sft.yaml"), places=places
+    )
+    subprocess.run([sys.executable, "-m", "megatron_rl.cli", *arguments], cwd=ROOT, check=True)
+    shutil.copytree(run / "model", TASK / "model", dirs_exist_ok=True)
+    shutil.rmtree(run)
 
 
 def training_arguments(*overrides, config=CONFIG, places=PLACES):

@@ -64,6 +64,8 @@ LAYOUTS = {
     "data 2": ("parallel.context=1", "parallel.data=2"),
     "context 2": ("parallel.context=2",),
     "one process": ("parallel.context=1",),
+    "data 2, lag 1": ("parallel.context=1", "parallel.data=2", "lag.batches=1"),
+    "engine ranks 1, lag 1": ("parallel.context=1", "parallel.engine_ranks=1", "lag.batches=1"),
 }
 
 
@@ -96,12 +98,10 @@ def make_task(name: str) -> Path:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from megatron_rl.apps.tasks.fine_tuning import build_model
-
     longest = 48 + size.tokens
     tokenizer = tiny.build_tokenizer(longest)
     tokenizer.add_tokens([f" w{i}" for i in range(WORDS - len(tokenizer))])
-    config = build_model(SimpleNamespace(**size.shape), tokenizer, longest).config
+    config = tiny.build_model(SimpleNamespace(**size.shape), tokenizer, longest).config
     config.intermediate_size = size.shape["intermediate"]
     torch.manual_seed(1)
     model = Qwen2ForCausalLM(config)
@@ -155,8 +155,8 @@ def run_ours(
     rows = [
         {
             "seconds": row["time/step"],
-            "generate": row["time/rollout"] + row.get("time/reward", 0.0),
-            "logprobs": row["time/behavior"],
+            "generate": row.get("time/rollout", 0.0) + row.get("time/reward", 0.0),
+            "logprobs": row.get("time/behavior", 0.0),
             "train": row["time/train"],
             "tokens": row["response/length_mean"],
             "reward": row["reward/mean"],

@@ -1,12 +1,13 @@
 """Conversations of eight turns, some of which misbehave: what is left, and what the others earn.
 
     PYTHONPATH=. python tools/benchmarks/soak.py [--conversations 20000] [--concurrent 64] \
-        [--misbehave 0.05] [--kill-every 1000] [--output soak.csv]
+        [--misbehave 0.05] [--step 1000] [--kill-every 700] [--output soak.csv]
 
 A scripted policy talks to the real pool. The first run has no misbehaviour. In the second one a
 part of the conversations does what `tests/unit/workers/troubles.py` lists (exits, hangs, crashes,
 fills memory, leaves processes of all kinds). The third one is the second, whose trainer is killed
-after every `--kill-every` conversations and goes on with its journal. Printed for each: memory,
+after every `--kill-every` conversations and goes on with its journal. As in a training run, each
+step of `--step` conversations has a journal of its own. Printed for each: memory,
 descriptors, processes and threads of the pool over time, and whether every reward of those that
 behave is that of the first run, bit for bit.
 
@@ -98,14 +99,20 @@ def converse(
     numbers: list[int], options: argparse.Namespace, misbehave: float, folder: Path, report: Any
 ) -> None:
     """Run conversations, and append number and rewards of each that has ended to `folder`."""
-    settings = section(options)
-    waiting, open_, rewards, ended = list(reversed(numbers)), {}, {}, 0
+    steps: dict[int, list[int]] = {}
+    for number in reversed(numbers):
+        steps.setdefault(number // options.step, []).append(number)
+    waiting: list[int] = []
+    open_, rewards, ended = {}, {}, 0
     with (
-        EnvironmentPool(settings, echo=lambda line: None) as pool,
+        EnvironmentPool(section(options), echo=lambda line: None) as pool,
         (folder / "rewards.jsonl").open("a") as results,
     ):
-        pool.use_journal(folder / "journal")
-        while waiting or open_:
+        while steps or waiting or open_:
+            if not open_ and not waiting:
+                step = min(steps)
+                waiting = steps.pop(step)
+                pool.use_journal(folder / f"journal{step}")
             while waiting and len(open_) < options.concurrent:
                 number = waiting.pop()
                 row = row_of(number, misbehave, str(folder / "left"))
@@ -173,7 +180,8 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--concurrent", type=int, default=64)
     parser.add_argument("--misbehave", type=float, default=0.05)
-    parser.add_argument("--kill-every", type=int, default=1000)
+    parser.add_argument("--step", type=int, default=1000)
+    parser.add_argument("--kill-every", type=int, default=700)
     parser.add_argument("--limit", type=float, default=2.0)
     parser.add_argument("--output", type=Path, default=Path("soak.csv"))
     parser.add_argument("--start", type=int, nargs="+", default=())

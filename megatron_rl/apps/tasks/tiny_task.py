@@ -2,16 +2,13 @@
 
 The task is a running sum modulo 10, which needs written reasoning: `Work out 4+8-3 modulo 10.` is
 answered step by step, `4+8=2-3=9` and then `\\boxed{9}`. The model is a Qwen2 of about a hundred
-thousand parameters with its own tokenizer. It is fine-tuned on worked solutions, the last ones with
-wrong steps, so that its answers have the right form and about a third of them are correct.
+thousand parameters with its own tokenizer. It was fine-tuned on worked solutions, the last ones
+with wrong steps, so that its answers have the right form and about a third of them are correct.
 
-The seed determines everything. The model of the default settings is stored next to this module
-(`tiny_model.safetensors`), so it is the same on every machine; with other settings, or with
-`--warm-up`, one core trains a model in two to three minutes, with one thread and kernels that round
-identically on every x86-64 processor with AVX2 (`PORTABLE`).
-
-With `--supervised` the model stays random, and `solutions.jsonl` and `solutions_heldout.jsonl` have
-conversations with worked solutions, wrong in some steps, for supervised fine-tuning (`sft`).
+The seed determines the data. The model is stored next to this module (`tiny_model.safetensors`), so
+it is the same on every machine. With `--supervised` it is random instead, of any size, and
+`solutions.jsonl` and `solutions_heldout.jsonl` have conversations with worked solutions, wrong in
+some steps, from which `examples/pnpo/sft.sh` trains one.
 
 The output folder contains `train.parquet` and `heldout.parquet` in the schema of DAPO-Math-17k,
 `model/` in Hugging Face format, and `made.json`. A second call with equal settings does nothing.
@@ -31,18 +28,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.runtime.versions import hide_unloadable_builds
 
-# The same rounding on every x86-64 processor with AVX2, so that equal settings produce equal
-# models. Libraries read these variables when they are loaded.
-PORTABLE = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "MKL_CBWR": "COMPATIBLE",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "OMP_NUM_THREADS": "1",
-}
 DIGITS = "0123456789"
 # Tokens are single characters, and a few words of questions.
 WORDS = ["<|im_start|>", "<|im_end|>", "user", "assistant", "system", "Work out ", " modulo 10."]
@@ -54,7 +43,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LEARNED = 0.02  # mean loss per token at which solutions are nearly always correct
 SOLUTIONS = 40_960  # conversations of `--supervised`
 STORED = Path(__file__).with_name("tiny_model.safetensors")
 
@@ -71,11 +59,7 @@ class Settings:
     hidden: int = 64
     heads: int = 2
     layers: int = 2
-    batch: int = 64  # worked solutions per update of fine-tuning
-    learning_rate: float = 3e-3
-    longest_warm_up: int = 2000  # maximum updates on correct solutions; ends when they are learned
-    noisy_updates: int = 100  # final updates, on solutions with wrong steps
-    noise: float = 0.12  # probability of a wrong step in them
+    noise: float = 0.12  # probability of a wrong step in `solutions.jsonl`
 
     def __post_init__(self) -> None:
         if not 2 <= self.shortest <= self.longest:
@@ -177,6 +161,42 @@ def write_solutions(file: Path, settings: Settings, count: int) -> None:
             lines.write(json.dumps({"messages": messages}) + "\n")
 
 
+class ModelSize(Protocol):
+    """Settings that determine the size of a model."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+
+
+def build_model(settings: ModelSize, tokenizer: Any, max_length: int) -> Any:
+    """Build a randomly initialized Qwen2 of the size in `settings`."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**model_sizes(settings, tokenizer, max_length)))
+
+
+def model_sizes(settings: ModelSize, tokenizer: Any, max_length: int) -> dict[str, Any]:
+    """Return the config of a model of this size, as keyword arguments of its config class."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": settings.hidden,
+        "intermediate_size": 3 * settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "max_position_embeddings": max_length,
+        "initializer_range": 0.05,
+        "tie_word_embeddings": False,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
+
+
 def build_tokenizer(max_length: int):
     """Build a Qwen2 tokenizer with one token per digit, symbol and word, and a chat template.
 
@@ -206,107 +226,15 @@ def build_tokenizer(max_length: int):
     return tokenizer
 
 
-def encode_prompts(tokenizer, problems: list[Problem]) -> list[list[int]]:
-    """Return token ids of the questions with the chat template and the generation prompt."""
-    chats = [[{"role": "user", "content": problem.question}] for problem in problems]
-    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def draw_batch(generator: random.Random, settings: Settings, tokenizer, noise: float):
-    """Draw right-padded token ids and labels of worked solutions; [batch, longest] each."""
-    import torch
-
-    from megatron_rl.apps.tasks.fine_tuning import IGNORED
-
-    problems = [draw_problem(generator, settings) for _ in range(settings.batch)]
-    prompts = encode_prompts(tokenizer, problems)
-    solutions = [problem.solution(generator, noise) + "<|im_end|>" for problem in problems]
-    answers = tokenizer(solutions, add_special_tokens=False)["input_ids"]
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    tokens = torch.full((settings.batch, width), tokenizer.pad_token_id)
-    targets = torch.full((settings.batch, width), IGNORED)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens[row, :end] = torch.tensor(prompt + answer)
-        targets[row, len(prompt) : end] = torch.tensor(answer)
-    return tokens, targets
-
-
-def train_model(model, tokenizer, settings: Settings) -> int:
-    """Fine-tune the model; return the number of updates.
-
-    Trains on correct solutions until they are learned (ValueError if they are not in time), then on
-    solutions with wrong steps, so that the model makes errors at the rate of the noise.
-    """
-    import torch
-
-    from megatron_rl.apps.tasks.fine_tuning import IGNORED
-    from megatron_rl.apps.tasks.fine_tuning import update as update_model
-
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98)
-    )
-    generator = random.Random(f"{settings.seed} warm-up")
-    average = 3.0  # running mean of the loss over about 20 updates
-    for update in range(settings.longest_warm_up):
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * min(1, (update + 1) / 50)
-        tokens, labels = draw_batch(generator, settings, tokenizer, 0.0)
-        loss = update_model(model, optimizer, tokens, labels)  # per solution
-        average += 0.05 * (loss * len(labels) / (labels != IGNORED).sum().item() - average)
-        if update % 100 == 99:
-            print(f"fine-tuning: {update + 1} updates, loss {average:.3f}", flush=True)
-        if average < LEARNED:
-            break
-    else:
-        raise ValueError(
-            f"the solutions are not learned after {update + 1} updates (loss {average:.3f}, "
-            f"not below {LEARNED}); try another seed, a larger model or a larger longest_warm_up"
-        )
-    for noisy in range(settings.noisy_updates):
-        decay = 1 - 0.9 * noisy / settings.noisy_updates
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * decay
-        update_model(model, optimizer, *draw_batch(generator, settings, tokenizer, settings.noise))
-    return update + 1 + settings.noisy_updates
-
-
-def measure_accuracy(model, tokenizer, problems: list[Problem], settings: Settings) -> float:
-    """Return the fraction of correct answers among eight per problem, sampled at temperature 1."""
-    import torch
-
-    torch.manual_seed(settings.seed)
-    prompts = encode_prompts(tokenizer, problems)
-    width = max(map(len, prompts))
-    padding = tokenizer.pad_token_id
-    tokens = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
-    with torch.no_grad():
-        output = model.generate(
-            tokens,
-            attention_mask=(tokens != padding).long(),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=4 * settings.longest + 8,
-            num_return_sequences=8,
-        )
-    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
-    answers = [problem.answer for problem in problems for _ in range(8)]
-    right = [text.endswith(f"{{{answer}}}") for text, answer in zip(texts, answers, strict=True)]
-    return sum(right) / len(right)
-
-
-def make(
-    folder: Path, settings: Settings, *, warm_up: bool = False, supervised: bool = False
-) -> dict:
+def make(folder: Path, settings: Settings, *, supervised: bool = False) -> dict:
     """Write data and model into `folder`; return the measurements."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_rl.apps.tasks.fine_tuning import build_model
-
     disable_progress_bar()  # for saving one small file
     torch.manual_seed(settings.seed)
     start = time.monotonic()
-    heldout = write_problems(folder, settings)
+    write_problems(folder, settings)
     max_length = 8 * settings.longest + 48  # similar lengths of question and answer
     tokenizer = build_tokenizer(max_length)
     model = build_model(settings, tokenizer, max_length)
@@ -314,14 +242,8 @@ def make(
         write_solutions(folder / "solutions.jsonl", settings, SOLUTIONS)
         write_solutions(folder / "solutions_heldout.jsonl", settings, settings.heldout)
         measured = {"updates": 0, "accuracy": 0.0}
-    elif not warm_up and is_stored(settings):
-        measured = load_stored(model)
     else:
-        torch.set_num_threads(1)
-        updates = train_model(model, tokenizer, settings)
-        model.eval()
-        accuracy = measure_accuracy(model, tokenizer, heldout, settings)
-        measured = {"updates": updates, "accuracy": round(accuracy, 4)}
+        measured = load_stored(model)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -347,28 +269,36 @@ def load_stored(model) -> dict:
         return json.loads(stored.metadata()["measured"])
 
 
-def compute_fingerprint(settings: Settings, **options: bool) -> str:
-    """Hash the settings, this module and the stored model, which determine the output.
-
-    options: those of `make`.
-    """
-    given = "".join(name.replace("_", "-") for name, is_given in options.items() if is_given)
-    text = json.dumps(asdict(settings), sort_keys=True) + given
+def compute_fingerprint(settings: Settings, *, supervised: bool = False) -> str:
+    """Hash the settings, this module and the stored model, which determine the output."""
+    text = json.dumps(asdict(settings), sort_keys=True) + "supervised" * supervised
     parts = [text.encode(), Path(__file__).read_bytes(), STORED.read_bytes()]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def make_once(output: Path, settings: Settings, **options: bool) -> dict:
+def make_once(output: Path, settings: Settings, *, supervised: bool = False) -> dict:
     """Create the task in `output` unless it exists; return the content of made.json.
 
-    options: those of `make`.
+    Raises ValueError for settings without a stored model, unless `supervised` leaves it random.
     """
-    fingerprint = compute_fingerprint(settings, **options)
-    stamp = {"fingerprint": fingerprint, "settings": asdict(settings)}
+    if not supervised and not is_stored(settings):
+        given = {
+            name: value
+            for name, value in asdict(settings).items()
+            if value != getattr(Settings, name)
+        }
+        raise ValueError(
+            f"a trained model is stored for the default settings only, not for {given}; with "
+            "--supervised the model is random, and examples/pnpo/sft.sh trains it on solutions"
+        )
+    stamp = {
+        "fingerprint": compute_fingerprint(settings, supervised=supervised),
+        "settings": asdict(settings),
+    }
     return make_folder_once(
         output,
         stamp,
-        lambda folder: make(folder, settings, **options),
+        lambda folder: make(folder, settings, supervised=supervised),
         f"tiny task: {settings.train} + {settings.heldout} prompts, a model of "
         "{parameters:,} parameters right in {accuracy:.0%} of its answers",
     )
@@ -420,21 +350,14 @@ def settings_parser(settings: Any, output: str, description: str) -> argparse.Ar
 def main() -> None:
     """Run the command line."""
     parser = settings_parser(Settings, ".cache/tiny_task", __doc__)
-    parser.add_argument("--warm-up", action="store_true", help="Train the model even if stored.")
     parser.add_argument("--supervised", action="store_true", help="Leave the model random.")
     arguments = vars(parser.parse_args())
-    output = arguments.pop("output")
-    warm_up, supervised = arguments.pop("warm_up"), arguments.pop("supervised")
+    output, supervised = arguments.pop("output"), arguments.pop("supervised")
     try:
         settings = Settings(**arguments)
-        trains = not supervised and (warm_up or not is_stored(settings))
-        if trains and not PORTABLE.items() <= os.environ.items():
-            # Libraries read these when they are loaded, and torch is not loaded yet.
-            command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", *sys.argv[1:]]
-            os.execve(sys.executable, command, {**os.environ, **PORTABLE})
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no network access
         hide_unloadable_builds()
-        make_once(output, settings, warm_up=warm_up, supervised=supervised)
+        make_once(output, settings, supervised=supervised)
     except ValueError as error:
         sys.exit(f"tiny_task: {error}")
 

@@ -115,6 +115,9 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 
+# The end of a sentence or of a line of a formula, which is no part of the answer.
+_END = re.compile(r"(?:[.,;: ]|\\\\|\\text(?:\{\s*[.,;:]?\s*\})?)+\Z")
+
 
 def tidy(text: str) -> str:
     """Return the text of an answer in the one spelling that the kinds are read from."""
@@ -124,7 +127,7 @@ def tidy(text: str) -> str:
     text = unwrap(text.strip(" "))
     if match := _PHRASE.match(text):
         text = text[match.end() :]
-    return unwrap(text.strip(' `"“”').rstrip(".,;: "))
+    return unwrap(_END.sub("", text.strip(' `"“”')))
 
 
 def unwrap(text: str) -> str:

@@ -120,6 +120,13 @@ def test_calls_inside_thinking_are_no_calls(text, names):
     assert [one.name for one in parse_llama3_json(written)] == names
 
 
+@pytest.mark.parametrize("mark", ["</think>", "<think>", "<tool_call>", "{", "<think></think>"])
+@pytest.mark.parametrize("parse", PARSERS.values())
+def test_parsing_takes_one_pass_over_marks_that_a_model_repeats(parse, mark):
+    """A megabyte: two nested passes would take hours, and the limit of a test ends them."""
+    assert not any(call.name for call in parse(mark * 150_000))
+
+
 def test_call_in_thinking_that_prompt_opened_and_turn_does_not_end_is_no_call():
     asked = call("price", item="pear", count=2)
     for in_thinking, turn, is_made in (

@@ -1,7 +1,6 @@
 """Extraction of a response's answer, and its comparison with the ground truth."""
 
 import csv
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -80,12 +79,19 @@ def test_extract_answer_from_response(text, answer):
     assert extract_answer(text) == answer
 
 
-def test_extraction_takes_one_pass_over_whatever_is_written():
-    start = time.process_time()
-    assert extract_answer("\\boxed{" * 50_000) is None
-    assert extract_answer("{" * 200_000 + "\\boxed{1}") == "1"
-    assert extract_answer("Answer" * 50_000) is None
-    assert time.process_time() - start < 1
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{" * 500_000, None),
+        ("{" * 3_000_000 + "\\boxed{1}", "1"),
+        ("Answer" * 500_000, None),
+        ("\\boxed{1}, " * 500_000, "1"),
+        ("<think>" * 500_000, None),
+    ],
+)
+def test_extraction_takes_one_pass_over_whatever_is_written(text, answer):
+    """Megabytes: two nested passes would take hours, and the limit of a test ends them."""
+    assert extract_answer(text) == answer
 
 
 def _pairs():

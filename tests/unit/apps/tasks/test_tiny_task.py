@@ -1,15 +1,11 @@
 """The tiny task: correct answers, disjoint sets, and a tokenizer that transformers loads."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 
 from megatron_rl.apps.tasks import tiny_task as tiny
-from megatron_rl.apps.tasks.fine_tuning import build_model
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.rewards.math_answer import verify_math_answer
@@ -47,7 +43,7 @@ def test_saved_tokenizer_and_data_load(tmp_path):
     tokenizer = tiny.build_tokenizer(128)
     tokenizer.save_pretrained(tmp_path)
     # With a config next to it transformers chooses the tokenizer's class by the model's type.
-    build_model(settings, tokenizer, 128).config.save_pretrained(tmp_path)
+    tiny.build_model(settings, tokenizer, 128).config.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
     generator = random.Random(0)
     problems = tiny.draw_distinct(generator, settings, 20)
@@ -67,58 +63,15 @@ def test_saved_tokenizer_and_data_load(tmp_path):
         assert verify_math_answer(text, prompt.ground_truth, "set")[0] == 1.0
 
 
-def test_failed_fine_tuning_raises_and_leaves_no_files(tmp_path):
-    settings = tiny.Settings(train=8, heldout=4, longest_warm_up=2, batch=4)
-    with pytest.raises(ValueError, match="not learned after 2 updates"):
-        tiny.make_once(tmp_path / "task", settings)
-    assert list(tmp_path.iterdir()) == []
-
-
-TRAIN_A_LITTLE = """
-import random
-import torch
-from megatron_rl.apps.tasks import tiny_task as tiny
-from megatron_rl.apps.tasks.fine_tuning import build_model, update
-torch.set_num_threads(1)
-torch.manual_seed(1)
-settings = tiny.Settings(batch=8)
-tokenizer = tiny.build_tokenizer(128)
-model = build_model(settings, tokenizer, 128)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-generator = random.Random(1)
-for _ in range(2):
-    batch = tiny.draw_batch(generator, settings, tokenizer, 0.0)
-    print(update(model, optimizer, *batch).hex())
-print(float(sum(p.double().abs().sum() for p in model.parameters())).hex())
-"""
-
-
-def test_fine_tuning_rounds_identically_on_older_processors():
-    """MKL and ATen can emulate a processor without AVX."""
-
-    def train(**environment):
-        return subprocess.run(
-            [sys.executable, "-c", TRAIN_A_LITTLE],
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    older = {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
-    portable = train(**tiny.PORTABLE)
-    assert train(**tiny.PORTABLE, **older) == portable
-    # The comparison would notice: without the setting for MKL the processor decides.
-    without = {name: value for name, value in tiny.PORTABLE.items() if name != "MKL_CBWR"}
-    assert train(**without, **older) != portable
-
-
 def test_stored_model_is_used_only_for_default_settings(tmp_path):
     """The written weights equal the stored ones bit for bit."""
     from safetensors.torch import load_file
 
-    assert tiny.is_stored(tiny.Settings())
-    assert not tiny.is_stored(tiny.Settings(seed=2))
+    with pytest.raises(
+        ValueError, match=r"default settings only, not for \{'seed': 2\}; with --super"
+    ):
+        tiny.make_once(tmp_path / "other", tiny.Settings(seed=2))
+    assert list(tmp_path.iterdir()) == []
     made = tiny.make_once(tmp_path / "task", tiny.Settings())
     written = load_file(tmp_path / "task" / "model" / "model.safetensors")
     stored = load_file(tiny.STORED)
@@ -132,7 +85,7 @@ def test_make_once_reuses_its_task_and_keeps_other_files(tmp_path):
     stamp = tmp_path / "made.json"
     stamp.write_text(json.dumps({"fingerprint": tiny.compute_fingerprint(settings)}))
     tiny.make_once(tmp_path, settings)
-    assert tiny.compute_fingerprint(settings, warm_up=True) != tiny.compute_fingerprint(settings)
+    assert tiny.compute_fingerprint(settings, supervised=True) != tiny.compute_fingerprint(settings)
     stamp.rename(tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="is not empty and contains no tiny task"):
         tiny.make_once(tmp_path, settings)
