@@ -52,6 +52,9 @@ class SamplingSettings:
     top_p: float
     max_tokens: int
     seed: int
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    returns_masks: bool = False  # responses have the tokens that were kept (`Response.mask_ids`)
 
 
 def sampled_ranges(observed: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
@@ -79,8 +82,16 @@ def _empty_bytes() -> np.ndarray:
     return np.empty(0, np.uint8)
 
 
+def no_ids() -> np.ndarray:
+    """Return an empty array of ids: no sampling masks."""
+    import numpy as np  # not installed in a launcher environment
+
+    return np.empty(0, np.int32)
+
+
 REPLACES_HISTORY = "replaces_history"  # key of the first message of a history that replaces another
-TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32"}  # arrays of a Response
+TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32", "mask_ids": "int32",
+                 "mask_counts": "int32"}  # fmt: skip  # arrays of a Response
 ROUTES = {"routes": "uint8"}  # another one, which only the ranks that train it receive
 
 
@@ -113,6 +124,10 @@ class Response:
     # REPLACES_HISTORY, and assistant's messages that came with it were not sampled here
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None  # by the environment; None: a verifier grades
+    # the sampling mask: ids that the sampler kept when it drew each token, one token after the
+    # other; int32. Empty: it kept all
+    mask_ids: np.ndarray = field(default_factory=no_ids)
+    mask_counts: np.ndarray = field(default_factory=no_ids)  # [L] int32, of each token; they add up
     # the engine's experts as bytes, as `EngineRoutes.of` returns them; empty: not recorded. They
     # are on the owner alone, not on rank 0
     routes: np.ndarray = field(default_factory=_empty_bytes)
@@ -243,6 +258,36 @@ class ReferenceHead:
     weight: Tensor  # [v, h], shared by the packs of a rollout batch
 
 
+@dataclass(frozen=True, eq=False)
+class SamplingMask:
+    """The tokens that a sampler kept at N positions of a pack, on the host and without padding.
+
+    A position without ids has no mask: its log-prob is over the whole vocabulary.
+    """
+
+    ids: Tensor  # [sum of counts] int32
+    counts: Tensor  # [N] int32
+
+    def select(self, positions: Tensor) -> SamplingMask:
+        """Return the mask of some positions; [n] int64."""
+        import torch
+
+        counts = self.counts[positions].long()
+        starts = (self.counts.cumsum(0) - self.counts)[positions]
+        # place in `ids` of each id: the start of its position, and how far behind that it is
+        moved = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
+        return SamplingMask(self.ids[moved + torch.arange(len(moved))], counts.int())
+
+    def padded(self) -> Tensor:
+        """Return the ids as rows, -1 in unused places; [N, largest count] int32."""
+        import torch
+
+        width = int(self.counts.max()) if len(self.counts) else 0
+        rows = torch.full((len(self.counts), width), -1, dtype=torch.int32)
+        rows[torch.arange(width) < self.counts[:, None]] = self.ids
+        return rows
+
+
 @dataclass
 class TokenBatch:
     """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
@@ -276,6 +321,8 @@ class TokenBatch:
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded
     routes: Tensor | None = None
+    # of T positions: the tokens that the sampler kept when it drew each label; None: of no label
+    sampling_mask: SamplingMask | None = None
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None

@@ -456,7 +456,10 @@ class MegatronActor:
             if reference is not None:
                 hidden = to_device(reference.hidden, self.topology.device)
                 reference = replace(reference, hidden=hidden)
-            output = model(pack.inputs, outputs=outputs, reference=reference)
+            mask = None
+            if pack.sampling_mask is not None:
+                mask = to_device(pack.sampling_mask.padded(), self.topology.device)
+            output = model(pack.inputs, outputs=outputs, reference=reference, sampling_mask=mask)
             return output, as_megatron_loss(partial(compute, batch, pack))
 
         tokens = [sum(batch.lengths) // self.topology.cp_size for batch in padded]

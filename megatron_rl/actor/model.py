@@ -244,8 +244,11 @@ class PolicyModel(GPTModel):
         *,
         outputs: HeadOutputs = LOGPROBS_ALONE,
         reference: ReferenceHead | None = None,
+        sampling_mask: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
+
+        sampling_mask [n, k]: tokens that log-probs and entropies are over (`token_logprobs`).
 
         Further rows are entropies and divergences from `reference`, as `outputs` requests; with
         `inputs_only` the last stage returns the hidden states of the n response tokens, [n, h].
@@ -260,7 +263,9 @@ class PolicyModel(GPTModel):
             hidden = self.decoder(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=inputs.context
             )
-        return self._run_head(hidden, inputs, outputs, reference) if self.post_process else hidden
+        if not self.post_process:
+            return hidden
+        return self._run_head(hidden, inputs, outputs, reference, sampling_mask)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return parameters only, with the same keys for local and Transformer Engine layers.
@@ -309,6 +314,7 @@ class PolicyModel(GPTModel):
         inputs: ModelInput,
         outputs: HeadOutputs,
         reference: ReferenceHead | None,
+        sampling_mask: Tensor | None,
     ) -> Tensor:
         """Compute the rows of `forward` in float32; [t / tp, 1, h] -> [1 to 3, t] or [n, h]."""
         group = self.vocab_shard.group
@@ -331,6 +337,7 @@ class PolicyModel(GPTModel):
             temperature=self.temperature,
             entropy=outputs.entropy,
             into_main_grad=hasattr(weight, "main_grad"),
+            sampling_mask=sampling_mask,
         )
         rows = [logprobs] if entropies is None else [logprobs, entropies]
         if outputs.divergence is not None:

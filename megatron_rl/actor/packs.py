@@ -31,7 +31,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives.inputs import TokenClasses, TokenInputs
-from megatron_rl.types import TokenBatch
+from megatron_rl.types import SamplingMask, TokenBatch
 
 
 @dataclass
@@ -41,6 +41,8 @@ class LocalPack:
     layout: SequenceLayout
     inputs: ModelInput
     host: SequenceLayout  # the layout on the host
+    # the tokens that the sampler kept at the n response positions; see `TokenBatch`
+    sampling_mask: SamplingMask | None = None
     _local: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def shard(self, values: Tensor) -> Tensor:
@@ -149,7 +151,11 @@ class PackCache:
                 local_rotation=None if local is None else self._rotation(positions, local),
             ),
         )
-        return LocalPack(layout, inputs, host)
+        mask = batch.sampling_mask
+        if mask is not None:
+            places = host.shard(torch.arange(len(batch.tokens)))
+            mask = mask.select(places[response_positions])
+        return LocalPack(layout, inputs, host, mask)
 
     def _rotation(self, positions: Tensor, shape: ModelShape) -> PackRotation:
         """Return the rotation of positions [t] on the host; the tables grow by powers of two."""

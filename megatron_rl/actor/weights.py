@@ -113,7 +113,7 @@ def named_parameters(chunks: Sequence[Module], *, adapters: bool = False) -> dic
     The biases by which routers choose experts are among them, although Megatron keeps them as
     buffers. adapters: return the parameters of the adapters (LoRA) instead of the model's.
     """
-    prefixes = [f"chunk{index}." for index in range(len(chunks))] if len(chunks) > 1 else [""]
+    prefixes = [f"chunk{index}." if len(chunks) > 1 else "" for index in range(len(chunks))]
     return {
         prefix + name: parameter
         for prefix, chunk in zip(prefixes, chunks, strict=True)

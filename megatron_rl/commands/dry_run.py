@@ -84,21 +84,21 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
 
     processes = options.processes
     check_layout(config, read_model_shape(config.model.path), world_size=processes)
-    ranks = options.rank or stage_ranks(config, processes)
+    trainers, _ = config.sides(processes)
+    ranks = options.rank or stage_ranks(config, trainers)
     for rank in ranks:
-        if not 0 <= rank < processes:
-            raise UserError(
-                f"--rank {rank}: there are {processes} processes; give 0 to {processes - 1}"
-            )
+        if not 0 <= rank < trainers:
+            that = "processes" if trainers == processes else "processes that train"
+            raise UserError(f"--rank {rank}: there are {trainers} {that}; give 0 to {trainers - 1}")
     device_bytes = None if options.fit is None else int(options.fit * 2**30)
     host_bytes = None if options.host is None else int(options.host * 2**30)
     results = []
     if device_bytes is None:
         for rank in ranks:
-            _progress(f"rank {rank} of {processes}")
+            _progress(f"rank {rank} of {trainers}")
             results.append(
                 dry_run_rank(
-                    config, processes=processes, rank=rank, device=options.device, updates=2
+                    config, processes=trainers, rank=rank, device=options.device, updates=2
                 )
             )
     else:
@@ -110,7 +110,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
             progress=_progress,
         )
     all_moments = [moments(config, result, device_bytes, host_bytes) for result in results]
-    responses = response_bytes(config, processes=processes)
+    responses = response_bytes(config, trainers=trainers)
     if options.json:
         values = [
             as_values(result)

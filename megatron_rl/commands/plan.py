@@ -124,6 +124,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
+    if config.parallel.engine_ranks is not None:
+        raise ConfigError(
+            f"parallel.engine_ranks={config.parallel.engine_ranks}: `plan` searches layouts whose "
+            "ranks train and generate in turn; unset it, or measure your split by `dry-run`"
+        )
     if config.data.epochs is not None:
         from megatron_rl.preflight.start import resolve_epochs
 

@@ -113,6 +113,7 @@ class Config(Section):
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
+        problems += sampling_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -263,6 +264,11 @@ class Config(Section):
                 f"{self.offline.behavior} recomputes them; unset one"
             )
         return problems
+
+    def sides(self, processes: int) -> tuple[int, int]:
+        """Return the numbers of processes that train and that generate; both are all by default."""
+        engines = self.parallel.engine_ranks
+        return (processes, processes) if engines is None else (processes - engines, engines)
 
     def process_problems(self, processes: int) -> list[str]:
         """List the reasons why this number of processes does not fit the layout."""
@@ -459,6 +465,40 @@ def routing_problems(config: Config) -> list[str]:
     ]
 
 
+def sampling_problems(config: Config) -> list[str]:
+    """List conflicts of `rollout.top_k`, `top_p` and `min_p` with other settings of a `Config`."""
+    rollout = config.rollout
+    given = {"top_k": rollout.top_k is not None, "top_p": rollout.top_p < 1,
+             "min_p": rollout.min_p > 0}  # fmt: skip
+    settings = " and ".join(
+        f"rollout.{name}={getattr(rollout, name)}" for name, is_set in given.items() if is_set
+    )
+    if not settings:
+        return []
+    problems = []
+    if rollout.top_k is None:
+        problems.append(
+            f"{settings} needs rollout.top_k, which bounds the ids that are recorded with each "
+            "token; set it, for example to 512"
+        )
+    if "divergence" in config.objective.choice.needs:
+        problems.append(
+            f"{settings} cannot be combined with a divergence over the whole vocabulary: the "
+            "policy that generates is over the tokens that its sampler kept; set "
+            "objective.kl.estimator=k3, or unset one"
+        )
+    unused = {
+        "offline.rollouts, whose files have the tokens that their sampler kept": (
+            config.offline.rollouts
+        ),
+        "sft": config.sft,
+    }
+    problems += [
+        f"{settings}: no effect with {name}; unset one" for name, value in unused.items() if value
+    ]
+    return problems
+
+
 def partial_rollout_problems(config: Config) -> list[str]:
     """List conflicts of `config.lag.partial_rollouts` with other settings of a `Config`."""
     problems = []
@@ -505,30 +545,13 @@ def engine_rank_problems(config: Config) -> list[str]:
         return []
     if config.offline.rollouts is not None or config.sft is not None:
         return []  # refused with these, which need no engine
-    problems = []
-    if lag.policy is not None:
-        problems.append(
-            f"parallel.engine_ranks={number} cannot be combined with lag.policy={lag.policy}, "
-            "whose choice may depend on what is generated while a step is trained; set lag.batches"
-        )
-    elif lag.batches == 0:
-        problems.append(
-            f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
-            "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
-            "parallel.engine_ranks"
-        )
-    unsupported = {
-        "lag.partial_rollouts": lag.partial_rollouts is not None,
-        "environment": config.environment is not None,
-        "lora.push=adapters": config.lora is not None and config.lora.push == "adapters",
-        "model.routing_replay": config.model.routing_replay != "none",
-    }
-    problems += [
-        f"parallel.engine_ranks={number} cannot be combined with {name} yet; unset one of them"
-        for name, is_set in unsupported.items()
-        if is_set
+    if lag.policy is not None or lag.batches:
+        return []
+    return [
+        f"parallel.engine_ranks={number} with lag.batches=0: a step would wait for its own "
+        "rollouts while the ranks that train are idle; set lag.batches to 1 or more, or unset "
+        "parallel.engine_ranks"
     ]
-    return problems
 
 
 def lora_problems(config: Config) -> list[str]:

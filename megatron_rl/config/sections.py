@@ -130,8 +130,17 @@ class RolloutSection(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response; they remain part of it."""
     temperature: Positive = 1.0
-    """Sampling temperature, also applied to the log-probs that are trained on. There is no `top_p`,
-    because likelihood ratios refer to the full distribution."""
+    """Sampling temperature, also applied to the log-probs that are trained on."""
+    top_k: Annotated[int, Field(ge=2)] | None = None
+    """Draw each token from the k most probable ones only. Log-probs in training are then over the
+    tokens that the engine's sampler kept, which are recorded with each sampled token
+    (`docs/sampling.md`); null keeps all."""
+    top_p: Fraction = 1.0
+    """Draw each token from the most probable ones only, whose probabilities sum to this; it needs
+    `top_k` too, which bounds what is recorded."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Draw each token only from those that have this fraction of the largest probability; it needs
+    `top_k` too, which bounds what is recorded."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that one engine generates concurrently."""
     gpu_memory_utilization: Fraction = 0.5
@@ -146,6 +155,11 @@ class RolloutSection(Section):
     engine: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of vLLM's `LLM`, such as `{enable_prefix_caching: false}`; arguments
     that the trainer sets or relies on are rejected."""
+
+    @property
+    def removes_tokens(self) -> bool:
+        """True if the sampler draws from a part of the vocabulary."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
 class RewardSection(Section):

@@ -31,7 +31,7 @@ from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_r
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.types import Denominators, Minibatch, Rollout, TokenBatch
+from megatron_rl.types import Denominators, Minibatch, Response, Rollout, SamplingMask, TokenBatch
 
 FILLER = -1  # in TokenBatch.rollout_indices
 
@@ -205,6 +205,7 @@ def build_pack(
         if routes.size:
             assert not response.restarts, "the engine's routes are of one sequence"
             routes[begin : begin + len(text) - 1] = response.routes.reshape(-1, routes.shape[1])
+    responses = [rollouts[index].response for index in indices]
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
         position_ids=torch.from_numpy(np.concatenate(positions)),
@@ -216,7 +217,21 @@ def build_pack(
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,
         engine_routes=torch.from_numpy(routes) if routes.size else None,
+        sampling_mask=_spread_masks(responses, mask),
     )
+
+
+def _spread_masks(responses: Sequence[Response], response_mask: np.ndarray) -> SamplingMask | None:
+    """Spread the masks of responses over a pack; [T] bool -> T positions. None without any."""
+    if not any(len(one.mask_counts) for one in responses):
+        return None
+    counts = np.zeros(len(response_mask), np.int32)
+    counts[response_mask] = np.concatenate(
+        [one.mask_counts if len(one.mask_counts) else np.zeros(one.length, np.int32)
+         for one in responses]
+    )  # fmt: skip
+    ids = np.concatenate([one.mask_ids for one in responses])
+    return SamplingMask(torch.from_numpy(ids), torch.from_numpy(counts))
 
 
 def _bytes_per_token(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:

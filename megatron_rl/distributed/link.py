@@ -5,8 +5,8 @@ this package see a world that consists of their side. The link is one more group
 the trainers first, then the engines. torch has no record of it, because the same rank of two
 default groups would be ambiguous; it is used through this class alone.
 
-Trainers send orders, small and in order, and engines answer some of them with results. Weights are
-exchanged by both sides at once, on an order of its own.
+Trainers send orders, small and in order, and engines answer some of them with results. Values of
+any size go either way. Weights are exchanged by both sides at once, on an order of its own.
 """
 
 import os
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
 from megatron_rl.runtime.interruption import RunInterrupted
 
-WEIGHTS, RESULTS = 0, 1  # tags of messages
+WEIGHTS, VALUES = 0, 1  # tags of messages
 _REPORT_INTERVAL = 1.0  # seconds between two reports of progress
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between two polls of the store
 _END_SECONDS = 60.0  # that rank 0 waits for the others at the end
@@ -51,7 +51,8 @@ class Link:
     on_wait: Callable[[], object] = lambda: None
     _gathers: int = 0
     _orders: int = 0
-    _results: int = 0
+    _posted: int = 0
+    _taken: int = 0
     _sending: list[tuple[Tensor, Any]] = field(default_factory=list)
     _reported: float = 0.0  # when this rank last reported its progress
     _is_waiting: bool = False
@@ -113,31 +114,32 @@ class Link:
         self._orders += 1
         return order
 
-    def post(self, result: Any) -> None:
-        """Send the trainers a result, without waiting; called by every engine rank."""
-        assert self.is_engine
-        if self.rank == self.trainers:
-            data = torch.frombuffer(bytearray(pickle.dumps(result)), dtype=torch.uint8)
+    def post(self, value: Any) -> None:
+        """Send the other side a value, without waiting; called by every rank of this side."""
+        first, other = (self.trainers, 0) if self.is_engine else (0, self.trainers)
+        if self.rank == first:
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             # Announced first: the first message between two ranks waits for both.
-            self.store.set(f"result {self._results}", str(len(data)))
-            self._sending.append((data, self._host.send([data], 0, RESULTS)))
-        self._results += 1
+            name = _value_key(self._posted, is_engine=self.is_engine)
+            self.store.set(name, str(len(data)))
+            self._sending.append((data, self._host.send([data], other, VALUES)))
+        self._posted += 1
 
     def flush(self) -> None:
-        """Release the memory of results, which the trainers must have taken."""
+        """Release the memory of values, which the other side must have taken."""
         for _, work in self._sending:
             work.wait()
         self._sending.clear()
 
     def take(self) -> Any:
-        """Wait for the next result; returns it on the first trainer and None on the others."""
-        assert not self.is_engine
-        size = int(self._wait_for(f"result {self._results}"))
-        self._results += 1
-        if self.rank:
+        """Wait for the other side's next value; returns it on this side's first rank, else None."""
+        first, other = (self.trainers, 0) if self.is_engine else (0, self.trainers)
+        size = int(self._wait_for(_value_key(self._taken, is_engine=not self.is_engine)))
+        self._taken += 1
+        if self.rank != first:
             return None
         data = torch.empty(size, dtype=torch.uint8)
-        self._host.recv([data], self.trainers, RESULTS).wait()
+        self._host.recv([data], other, VALUES).wait()
         return pickle.loads(data.numpy().data)
 
     def advance(self) -> None:
@@ -219,6 +221,10 @@ class Link:
         raise RankTimeoutError(
             f"rank {self.rank} waits for {key}: {others} made no progress for {self.patience:g} s"
         )
+
+
+def _value_key(number: int, *, is_engine: bool) -> str:
+    return f"{'result' if is_engine else 'value'} {number}"
 
 
 def _progress_key(*, is_engine: bool) -> str:

@@ -8,7 +8,12 @@ exponentials, the label's logit) and dropped; one all-gather of these numbers co
 The backward pass recomputes each tile. The extra memory is therefore one tile, and the extra work
 is one of the head's three matrix products (the bound of arXiv 2411.09009).
 
-Shapes: n tokens, h hidden size, V vocabulary, v vocabulary rows on this rank (padding included).
+With a sampling mask (top-k, top-p and min-p; "Keep Sampling Mask" of arXiv 2512.02556, section 3.1)
+the sum is over the tokens that the sampler kept. Logits of all others are REMOVED in their tile, so
+that maximum, sums, entropy and gradients are those of the kept tokens, in the same arithmetic.
+
+Shapes: n tokens, h hidden size, V vocabulary, v vocabulary rows on this rank (padding included), k
+most tokens that a mask keeps.
 """
 
 from __future__ import annotations
@@ -26,6 +31,10 @@ TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 MAX_TILE_TOKENS = 2048
 # Rows of a low-precision weight gradient computed at once before adding them to the float32 one.
 WEIGHT_ROWS = 1 << 14
+# Logit of a token that the sampler removed: its exp is 0 next to any real logit. It is finite,
+# since a tile, or a whole rank, may have no kept token: maximum and sums are then finite too, and
+# vanish when they are combined with those that have some.
+REMOVED = -1e30
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,23 @@ def compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+def apply_sampling_mask(logits: Tensor, mask: Tensor | None, first: int) -> Tensor:
+    """Overwrite the logits of tokens that the sampler removed; [c, v], [c, k] -> [c, v].
+
+    mask: ids of the kept tokens, -1 in unused places; a row without ids keeps everything. `first`
+    is the vocabulary index of the first column.
+    """
+    if mask is None:
+        return logits
+    columns = logits.shape[1]
+    local = mask.long() - first
+    local = torch.where((mask >= 0) & (local >= 0) & (local < columns), local, columns)
+    removed = torch.ones(len(logits), columns + 1, dtype=torch.bool, device=logits.device)
+    removed.scatter_(1, local, False)
+    removed &= (mask >= 0).any(1)[:, None]
+    return logits.masked_fill_(removed[:, :columns], REMOVED)
+
+
 def _labels_in(labels: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
     """Return each label's column in [first, first + rows), 0 if outside, and an inside mask."""
     local = labels - first
@@ -81,7 +107,13 @@ def _softmax_gradient(logits: Tensor, log_sum: Tensor, gain: Tensor) -> Tensor:
 
 
 def _reduce_tokens(
-    hidden: Tensor, weight: Tensor, labels: Tensor, first: int, temperature: float, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first: int,
+    temperature: float,
+    entropy: bool,
+    mask: Tensor | None,
 ) -> Tensor:
     """Reduce to (maximum, sum exp(x - maximum), label logit, sum x exp(x - maximum)); [4, c].
 
@@ -93,6 +125,7 @@ def _reduce_tokens(
     step = tile_shape(len(hidden), rows=len(weight), device=hidden.device.type)[1]
     for rows in spans(len(weight), step):
         logits = compute_logits(hidden, weight[rows], temperature)
+        logits = apply_sampling_mask(logits, mask, first + rows.start)
         local, here = _labels_in(labels, first + rows.start, logits.shape[1])
         target = target + torch.where(here, logits.gather(1, local).squeeze(1), 0.0)
         larger = torch.maximum(maximum, logits.amax(1))
@@ -126,15 +159,22 @@ def _reduce(
     shard: VocabShard,
     temperature: float,
     entropy: bool,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (log-sum-exp, label logit, mean of x under p) of all tokens over all ranks; [n]."""
     step = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)[0]
     tables = [
-        _reduce_tokens(hidden[c], real, labels[c], shard.start, temperature, entropy)
+        _reduce_tokens(
+            hidden[c], real, labels[c], shard.start, temperature, entropy, _rows(mask, c)
+        )
         for c in spans(len(hidden), step)
     ]
     table = torch.cat(tables, dim=1) if tables else hidden.new_zeros(4, 0).float()
     return _combine(table, group=shard.group)
+
+
+def _rows(mask: Tensor | None, tokens: slice) -> Tensor | None:
+    return None if mask is None else mask[tokens]
 
 
 def log_sums(hidden: Tensor, real: Tensor, *, shard: VocabShard, temperature: float) -> Tensor:
@@ -156,11 +196,12 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         into_main_grad: bool,
+        mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """[n, h], [v, h], [n] -> log-probs [n] and entropies [n] (zeros without `entropy`)."""
         real = weight[: shard.real_rows(len(weight))]
-        log_sum, target, mean = _reduce(hidden, real, labels, shard, temperature, entropy)
-        ctx.save_for_backward(hidden, weight, labels, log_sum, mean)
+        log_sum, target, mean = _reduce(hidden, real, labels, shard, temperature, entropy, mask)
+        ctx.save_for_backward(hidden, weight, labels, log_sum, mean, mask)
         ctx.shard, ctx.temperature, ctx.entropy = shard, temperature, entropy
         ctx.into_main_grad = into_main_grad
         entropies = log_sum - mean if entropy else torch.zeros_like(log_sum)
@@ -171,14 +212,16 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden (this rank's part of the group's sum) and weight."""
-        hidden, weight, labels, log_sum, mean = ctx.saved_tensors
+        hidden, weight, labels, log_sum, mean, mask = ctx.saved_tensors
         real = weight[: ctx.shard.real_rows(len(weight))]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         total = weight_gradient(weight, ctx.needs_input_grad[1], ctx.into_main_grad)
         steps = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)
         for tokens in spans(len(hidden), steps[0]):
             for rows in spans(len(real), steps[1]):
+                first = ctx.shard.start + rows.start
                 out = compute_logits(hidden[tokens], real[rows], ctx.temperature)
+                out = apply_sampling_mask(out, _rows(mask, tokens), first)
                 gain = -grad[tokens]
                 if ctx.entropy:  # dH/dx = -p (log p + H)
                     out.sub_(log_sum[tokens, None])
@@ -186,7 +229,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     out.exp_().mul_(surplus.mul_(-grad_entropy[tokens, None]).add_(gain[:, None]))
                 else:
                     out = _softmax_gradient(out, log_sum[tokens], gain)
-                local, here = _labels_in(labels[tokens], ctx.shard.start + rows.start, out.shape[1])
+                local, here = _labels_in(labels[tokens], first, out.shape[1])
                 out.scatter_add_(1, local, torch.where(here, grad[tokens], 0.0)[:, None])
                 if ctx.temperature != 1.0:
                     out.div_(ctx.temperature)
@@ -196,7 +239,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     add_product(total[rows], out, hidden[tokens])
                 del out
         grad_weight = returned_gradient(weight, total, ctx.into_main_grad)
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
 
 
 def weight_gradient(weight: Tensor, is_trained: bool, into_main_grad: bool) -> Tensor | None:
@@ -240,17 +283,21 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     into_main_grad: bool = False,
+    sampling_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute float32 log-probs of `labels`, and optionally entropies, from hidden states.
 
     hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows;
-    labels [n] in [0, V). Returns ([n], [n] or None). The gradient of `hidden` is this rank's part:
-    the caller sums it over the group (a reduce-scatter under sequence parallelism). With
-    into_main_grad the weight's gradient is added to the float32 `weight.main_grad` and autograd
-    receives none, so that a tied embedding accumulates both of its gradients; if the weight has
-    `returns_zero_gradient`, autograd receives zeros, for hooks that wait for a gradient.
+    labels [n] in [0, V); sampling_mask [n, k] int32: ids of the tokens that the sampler kept, the
+    label among them, -1 in unused places. Log-probs and entropies are then those of the kept tokens
+    alone; a row without ids keeps the whole vocabulary. Returns ([n], [n] or None). The gradient of
+    `hidden` is this rank's part: the caller sums it over the group (a reduce-scatter under sequence
+    parallelism). With into_main_grad the weight's gradient is added to the float32
+    `weight.main_grad` and autograd receives none, so that a tied embedding accumulates both of its
+    gradients; if the weight has `returns_zero_gradient`, autograd receives zeros, for hooks that
+    wait for a gradient.
     """
     logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, labels, shard, temperature, entropy, into_main_grad
+        hidden, weight, labels, shard, temperature, entropy, into_main_grad, sampling_mask
     )
     return logprobs, entropies if entropy else None

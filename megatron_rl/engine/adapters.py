@@ -21,6 +21,7 @@ from megatron_rl.models.weights import Factors
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.push import (
+    EnginesElsewhere,
     Resharder,
     SyncStats,
     WeightReceiver,
@@ -74,6 +75,47 @@ def start_adapters(
     return None if settings is None else EngineAdapters(llm, host, settings, resharder)
 
 
+@dataclass
+class AdapterResharder:
+    """Repeated transfers of factors, before the first of which the base weights are transferred.
+
+    base: of the engine that adapters are part of.
+    """
+
+    base: Resharder
+    factors: Resharder
+    has_base: bool = False
+
+    @classmethod
+    def beside(
+        cls, base: Resharder, receiver: WeightReceiver | EnginesElsewhere
+    ) -> "AdapterResharder":
+        """Build from the base's resharder and the receiver of factors.
+
+        Factors are small, so every slice of every push is checked.
+        """
+        checked = base.settings.model_copy(update={"full_check_every": 1})
+        return cls(base, Resharder(receiver, checked, base.ranks_per_node, base.link))
+
+    def push(self, source: WeightSource, *, version: int) -> SyncStats:
+        """Transfer the factors, and the base weights if the engine lacks them. Collective.
+
+        Raises on every rank, as `Resharder.push` does; the engine then refuses to generate.
+        """
+        base, factors = cast(AdapterSource, source).push_sources()
+        if self.has_base:
+            return self.factors.push(factors, version=version)
+        # One of its own: its memory is released.
+        first = replace(self.base).push(base, version=version)
+        self.has_base = True
+        return first + self.factors.push(factors, version=version)
+
+
+def factor_layout(base: EngineLayout) -> EngineLayout:
+    """Return the layout of engines that receive whole factors, which vLLM cuts itself."""
+    return EngineLayout(1, base.world_size, first=base.first)
+
+
 class EngineAdapters:
     """The adapters of one engine rank, and the receiver of their factors.
 
@@ -83,16 +125,13 @@ class EngineAdapters:
     def __init__(
         self, llm: Any, host: Host, settings: AdapterSettings, resharder: Resharder
     ) -> None:
-        self._llm, self._host, self.settings, self._resharder = llm, host, settings, resharder
-        # vLLM cuts whole factors itself. They are small, so every slice of every push is checked.
-        self.layout = EngineLayout(1, host.layout.world_size)
-        lora = settings.lora
-        checked = resharder.settings.model_copy(update={"full_check_every": 1})
-        self._factors = Resharder(self, checked, resharder.ranks_per_node)
-        self.dtype, self.has_base = host.dtype, False
+        self._llm, self._host, self.settings = llm, host, settings
+        self.layout, self.dtype, lora = factor_layout(host.layout), host.dtype, settings.lora
+        self.resharder = AdapterResharder.beside(resharder, self)
         self.shape = replace(host.shape, factors=Factors(lora.rank, tuple(lora.targets)))
         self._pieces: dict[str, list[Piece]] = {}
-        for piece in host.layout.pieces(self.shape, rank=host.topology.rank):
+        rank = host.layout.first + host.topology.rank
+        for piece in host.layout.pieces(self.shape, rank=rank):
             self._pieces.setdefault(piece.parameter, []).append(piece)
         self._sent: list[int] = []  # versions in the order of their arrival
         self._arrived: Any = None  # vllm.lora.lora_model.LoRAModel
@@ -105,20 +144,6 @@ class EngineAdapters:
                 f"vLLM has adapters on other modules than the actor: "
                 f"{sorted(ours ^ set(self._manager.modules))}; set lora.push to merged"
             )
-
-    def push(self, source: WeightSource, *, version: int) -> SyncStats:
-        """Transfer the factors, and the base weights if the engine lacks them. Collective.
-
-        Raises on every rank, as `Resharder.push` does; the engine then refuses to generate.
-        """
-        base, factors = cast(AdapterSource, source).push_sources()
-        if self.has_base:
-            return self._factors.push(factors, version=version)
-        # A resharder of its own: every slice is checked, and its memory is released.
-        resharder = Resharder(self._host, self._resharder.settings, self._resharder.ranks_per_node)
-        first = resharder.push(base, version=version)
-        self.has_base = True
-        return first + self._factors.push(factors, version=version)
 
     def request(self, version: int) -> Any:
         """Return vLLM's LoRARequest; prefixes are cached by its name, so each version has one."""

@@ -22,6 +22,7 @@ from megatron_rl.engine.engine import ConversationSettings
 from megatron_rl.engine.requests import FinishedResponses, SequenceRequest, sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
+from megatron_rl.engine.sampling_masks import join_masks
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.environments.call_formats import begins_in_thinking
 from megatron_rl.environments.interface import (
@@ -57,6 +58,7 @@ class _Conversation:
     sampling: SamplingSettings
     token_ids: list[int] = field(default_factory=list)  # K
     logprobs: list[float] = field(default_factory=list)  # L
+    masks: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of each turn
     observed: list[tuple[int, int]] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -159,6 +161,8 @@ class Conversations:
         one.turn = list(completion.token_ids)
         one.token_ids += one.turn
         one.logprobs += list(completion.logprobs.logprobs)
+        if self.finished.masks is not None:
+            one.masks.append(self.finished.masks.of(output))
         has_ended = completion.finish_reason == "stop" and one.turn[-1] in self.stop.token_ids
         decode = self.finished.tokenizer.decode
         text = decode(one.turn[:-1] if has_ended else one.turn, skip_special_tokens=False)
@@ -346,6 +350,7 @@ class Conversations:
             restarts=tuple(one.restarts),
             messages=tuple(one.messages),
             grade=grade,
+            **join_masks(one.masks),
         )
         try:
             self.finished.keep(generated)

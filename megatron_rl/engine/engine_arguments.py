@@ -26,6 +26,7 @@ REFUSED = {
     "mamba_ssm_cache_dtype": "states of gated delta nets are float32, as in training",
     "trust_remote_code": "set model.trust_remote_code, which is for tokenizers",
     "enable_return_routed_experts": "set model.routing_replay",
+    "return_sampling_mask": "set rollout.top_k",
     **dict.fromkeys(("load_format", "quantization", "quantization_config",
                      "cpu_offload_gb", "model_loader_extra_config"), _WEIGHTS),
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
@@ -94,6 +95,11 @@ def engine_argument_problems(given: Mapping[str, Any]) -> list[str]:
             hint = f"; did you mean {near[0]}?" if near else "; remove it"
             problems.append(f"rollout.engine.{name}: vLLM has no such argument{hint}")
     return problems
+
+
+def knows_argument(name: str) -> bool:
+    """Return whether the installed vLLM has an argument of this name."""
+    return name in _known()
 
 
 def _known() -> set[str]:

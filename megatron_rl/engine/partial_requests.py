@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.token_rows import fetch_responses
-from megatron_rl.engine.engine import RolloutWindow
+from megatron_rl.engine.engine import GenerationStopped, RolloutWindow
 from megatron_rl.engine.requests import sampling_params
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.running import (
@@ -24,6 +24,7 @@ from megatron_rl.engine.running import (
     any_rank_of_engine,
     hard_timeout,
 )
+from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
 from megatron_rl.engine.starting import preserved_generators
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
@@ -50,12 +51,15 @@ class PartialRequest:
     limit: int  # tokens at which it pauses
     version: int = -1  # of the weights that generate it now
     finish_reason: FinishReason = "unfinished"
+    masks: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # of its tokens
 
-    def append(self, output: Any) -> None:
+    def append(self, output: Any, masks: EngineSamplingMasks | None) -> None:
         """Add the tokens of one engine step."""
         completion = output.outputs[0]
         self.tokens += completion.token_ids
         self.logprobs += completion.logprobs.logprobs
+        if masks is not None:
+            self.masks.append(masks.of(output))
         if output.finished:
             self.finish_reason = "stop" if completion.finish_reason == "stop" else "length"
 
@@ -71,6 +75,7 @@ class PartialRequests:
 
     core: Any  # vLLM's LLMEngine
     stop: StopCriterion
+    masks: EngineSamplingMasks | None = None
     max_num_seqs: int | None = None  # including paused requests; None: unlimited
     paused: dict[Key, PartialRequest] = field(default_factory=dict)
     # vLLM's names of paused requests that continue as soon as the engine has a free place
@@ -84,14 +89,17 @@ class PartialRequests:
         *,
         time_limit: float,
         on_step: Callable[[], object] = lambda: None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[Key, PartialRequest]:
         """Continue each response up to the token limit of its window, or to its end.
 
         Paused requests continue; a response without one gets a new request, which recomputes its
-        KV cache. Any error leaves no request in flight; TimeoutError is raised on all ranks of the
-        engine.
+        KV cache. Any error leaves no request in flight; TimeoutError, and GenerationStopped if
+        `should_stop` returned true, are raised on all ranks of the engine.
         """
         live: dict[Key, PartialRequest] = {}
+        if self.masks is not None:
+            self.masks.begin(is_recording=True)
         start = time.monotonic()
         try:
             limit = time_limit + CLEAN_UP_SECONDS
@@ -110,7 +118,11 @@ class PartialRequests:
                 steps = 0
                 while remaining:
                     if steps % POLL_INTERVAL_STEPS == 0:
-                        (late,) = any_rank_of_engine(time.monotonic() - start > time_limit)
+                        late, stopped = any_rank_of_engine(
+                            time.monotonic() - start > time_limit, should_stop()
+                        )
+                        if stopped:
+                            raise GenerationStopped
                         if late:
                             raise TimeoutError(
                                 f"{len(remaining)} of {len(assigned)} responses did not reach "
@@ -153,7 +165,10 @@ class PartialRequests:
             name, {"prompt_token_ids": [*prompt.token_ids, *tokens]}, params,
             lora_request=self.lora_request,
         )  # fmt: skip
-        return PartialRequest(name, request, tokens, logprobs, part.tokens, self.version)
+        masks = [] if started is None else [(started.mask_ids, started.mask_counts)]
+        return PartialRequest(
+            name, request, tokens, logprobs, part.tokens, self.version, masks=masks
+        )
 
     def _step(self, remaining: dict[str, PartialRequest]) -> None:
         """Run one engine step and pause the requests that have reached their limit."""
@@ -167,7 +182,7 @@ class PartialRequests:
             raise RuntimeError(NO_ROOM)
         for output in outputs:
             partial = names[output.request_id]
-            partial.append(output)
+            partial.append(output, self.masks)
             if partial.is_done:
                 del remaining[partial.request]
                 if partial.finish_reason == "unfinished":
@@ -280,6 +295,8 @@ def _extend(part: RolloutWindow, position: int, generated: Generated) -> Respons
         started,
         token_ids=generated.token_ids,
         rollout_logprobs=generated.rollout_logprobs,
+        mask_ids=generated.mask_ids,
+        mask_counts=generated.mask_counts,
         text=generated.text,
         finish_reason=generated.finish_reason,
         later_versions=later,
@@ -294,6 +311,7 @@ def to_generated(position: int, live: PartialRequest, tokenizer: Any) -> Generat
         position=position,
         token_ids=np.array(live.tokens, np.int32),
         rollout_logprobs=np.array(live.logprobs, np.float32),
+        **join_masks(live.masks),
         finish_reason=live.finish_reason,
         version=live.version,
         text=tokenizer.decode(live.tokens, skip_special_tokens=True)

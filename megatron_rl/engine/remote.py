@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config.sections import ReshardingSection
 from megatron_rl.data.token_rows import WRITER, remote_row
 from megatron_rl.distributed.link import Link
+from megatron_rl.engine.adapters import AdapterResharder, factor_layout
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
-from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
+from megatron_rl.resharding.push import EnginesElsewhere, Resharder, SyncStats, WeightSource
+from megatron_rl.types import TOKEN_COLUMNS, Prompt, Response, Rollout, SamplingSettings
 
 
 def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
@@ -31,24 +33,36 @@ def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
 
 
 def _without_tokens(response: Response) -> Response:
-    return replace(
-        response,
-        token_ids=remote_row(len(response.token_ids)),
-        rollout_logprobs=remote_row(len(response.rollout_logprobs)),
-        text="",
-        messages=(),
-    )
+    rows: Any = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
+    return replace(response, **rows, text="", messages=())
+
+
+def build_resharder(
+    receiver: EnginesElsewhere,
+    settings: ReshardingSection,
+    *,
+    ranks_per_node: int,
+    link: Link,
+    adapters: bool,
+) -> Resharder | AdapterResharder:
+    """Build the trainers' end of weight syncs; adapters: the engines compute with adapters."""
+    base = Resharder(receiver, settings, ranks_per_node, link)
+    if not adapters:
+        return base
+    whole = EnginesElsewhere(factor_layout(receiver.layout), receiver.dtype)
+    return AdapterResharder.beside(base, whole)
 
 
 @dataclass
 class RemoteEngine:
-    """The part of `RolloutEngine` that whole responses need, as orders to the engines of a link.
+    """The part of `RolloutEngine` that trainers need, as orders to the engines of a link.
 
     `trainer/engine_ranks.py` executes them.
     """
 
     link: Link
-    resharder: Resharder
+    receiver: EnginesElsewhere
+    resharder: Resharder | AdapterResharder
     environment_costs: Mapping[str, float] = field(default_factory=dict)
     shares_devices = False
     _version: int = -1
@@ -56,12 +70,12 @@ class RemoteEngine:
     @property
     def layout(self) -> EngineLayout:
         """The ranks of all engines."""
-        return self.resharder.receiver.layout
+        return self.receiver.layout
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the engines' weights."""
-        return self.resharder.receiver.dtype
+        return self.receiver.dtype
 
     @property
     def weight_version(self) -> int:
@@ -95,6 +109,9 @@ class RemoteEngine:
         stats = self.resharder.push(actor, version=version)
         self._version = version
         return stats
+
+    def drop_caches(self) -> None:
+        self.link.order("drop caches")
 
     def sleep(self) -> None:
         """Do nothing: the engines have devices of their own."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.engine.engine import OnFinished, ProgressCallback
 from megatron_rl.engine.response_gather import Generated
 from megatron_rl.engine.routes import EngineRoutes
+from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
@@ -79,6 +80,8 @@ def sampling_params(
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         seed=derive_seed(sampling.seed, "response", prompt.index, sample),
         stop_token_ids=list(stop.token_ids),
@@ -98,7 +101,7 @@ def scoring_requests(sequences: Sequence[Sequence[int]]) -> list[SequenceRequest
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        temperature=0.0,
+        top_k=1,  # an engine that returns sampling masks takes no temperature of 0
         max_tokens=1,
         prompt_logprobs=0,
         detokenize=False,
@@ -138,6 +141,7 @@ class FinishedResponses:
     on_progress: ProgressCallback | None = None
     on_response: OnFinished | None = None
     routes: EngineRoutes | None = None
+    masks: EngineSamplingMasks | None = None
     own: list[Generated] = field(default_factory=list)
     _num_finished: int = 0
 
@@ -180,6 +184,8 @@ class FinishedResponses:
             messages=generated.messages,
             grade=generated.grade,
             routes=generated.routes,
+            mask_ids=generated.mask_ids,
+            mask_counts=generated.mask_counts,
         )
 
     def _generated(self, position: int, output: Any) -> Generated:
@@ -192,5 +198,6 @@ class FinishedResponses:
             rollout_logprobs=np.array(completion.logprobs.logprobs, np.float32),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
             text=decode(tokens, skip_special_tokens=True) if decode else "",
+            **join_masks([] if self.masks is None else [self.masks.of(output)]),
             routes=_NO_ROUTES if self.routes is None else self.routes.of(output),
         )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl.data.token_rows import WRITER, Delivery, is_local, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
-from megatron_rl.types import ROUTES, TOKEN_COLUMNS, FinishReason, GradeResult
+from megatron_rl.types import ROUTES, TOKEN_COLUMNS, FinishReason, GradeResult, no_ids
 
 _FINISH_REASONS = get_args(FinishReason)
 _COLUMNS = TOKEN_COLUMNS | ROUTES
@@ -38,6 +38,8 @@ class Generated:
     restarts: tuple[int, ...] = ()
     messages: tuple[dict[str, Any], ...] = ()
     grade: GradeResult | None = None
+    mask_ids: np.ndarray = field(default_factory=no_ids)
+    mask_counts: np.ndarray = field(default_factory=no_ids)
     routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
     version: int = -1  # of the weights, if it is one window of a response
 

@@ -5,7 +5,7 @@ refuses to, so they are read from its routers' own callback after each step of t
 caching is off there: tokens of a cached prefix pass through no router.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,11 @@ def route_arguments(*, on_cuda: bool) -> dict[str, bool]:
 def id_dtype(num_experts: int) -> np.dtype:
     """Return the dtype of an expert's number in a row of routes."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
+
+
+def find_request(names: Iterable[str], name: str) -> str:
+    """Find a request among vLLM's own names, which have a random part at their end; or ""."""
+    return next((n for n in names if n == name or n.startswith(f"{name}-")), "")
 
 
 class EngineRoutes:
@@ -77,8 +82,7 @@ class EngineRoutes:
     def _join_steps(self, name: str, positions: int) -> np.ndarray | None:
         """Put the recorded steps of a request together; None if a position is missing."""
         assert self._recorded is not None
-        # vLLM appends a random part to the name of a request.
-        known = next((n for n in self._recorded if n == name or n.startswith(f"{name}-")), "")
+        known = find_request(self._recorded, name)
         rows = np.zeros((positions, self.layers, self.experts.experts_per_token), np.int64)
         is_there = np.zeros(positions, bool)
         for first, step in reversed(self._recorded.pop(known, [])):

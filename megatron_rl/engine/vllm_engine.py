@@ -53,6 +53,11 @@ from megatron_rl.engine.requests import (
 from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.engine.routes import EngineRoutes, route_arguments
 from megatron_rl.engine.running import CLEAN_UP_SECONDS, run_on_every_rank, run_requests
+from megatron_rl.engine.sampling_masks import (
+    EngineSamplingMasks,
+    bound_sampling,
+    sampling_mask_arguments,
+)
 from megatron_rl.engine.starting import (
     check_expert_parallel,
     fixed_arguments,
@@ -125,8 +130,29 @@ class VllmEngine:
             token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
         arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
-        arguments |= {
-            "model": str(model_folder), "dtype": str(dtype).removeprefix("torch."), "seed": seed,
+        arguments |= {"model": str(model_folder), "seed": seed}
+        arguments |= self._size_arguments(on_cuda=on_cuda)
+        arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
+        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
+        if settings.removes_tokens:
+            arguments |= sampling_mask_arguments(on_cuda=on_cuda)
+        arguments |= lora_arguments(adapters, self.shape) | settings.engine
+        reads_text = tokenizer if settings.stop else None
+        self._llm = start_vllm(topology, arguments, tokenizer=reads_text)
+        self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
+        self._masks = None
+        if settings.removes_tokens:
+            self._masks = EngineSamplingMasks(self._llm, on_cuda=on_cuda)
+        self._adapters = start_adapters(self._llm, self, adapters, self._resharder)
+        limit = settings.max_num_seqs if on_cuda else None
+        self._partial = PartialRequests(
+            self._llm.llm_engine, self._stop, self._masks, max_num_seqs=limit
+        )
+
+    def _size_arguments(self, *, on_cuda: bool) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
             "tensor_parallel_size": settings.tensor, "max_num_seqs": settings.max_num_seqs,
             "kv_cache_memory_bytes": None if on_cuda else settings.kv_cache_mib * 2**20,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -134,15 +160,6 @@ class VllmEngine:
                 settings.expert_parallel, on_cuda=on_cuda
             ),
         }  # fmt: skip
-        arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
-        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
-        arguments |= lora_arguments(adapters, self.shape) | settings.engine
-        reads_text = tokenizer if settings.stop else None
-        self._llm = start_vllm(topology, arguments, tokenizer=reads_text)
-        self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
-        self._adapters = start_adapters(self._llm, self, adapters, self._resharder)
-        limit = settings.max_num_seqs if on_cuda else None
-        self._partial = PartialRequests(self._llm.llm_engine, self._stop, max_num_seqs=limit)
 
     def describe_stop(self) -> str:
         """Describe in one line what ends a response."""
@@ -175,6 +192,9 @@ class VllmEngine:
         If an engine fails or times out, its ranks raise that error and others RuntimeError.
         """
         settings = sampling_per_prompt(sampling, count=len(prompts))
+        masks = self._begin_masks(settings)
+        if self._masks is not None:
+            settings = [bound_sampling(x, vocab_size=self.shape.vocab_size) for x in settings]
         longest = 1 if conversations else max(item.max_tokens for item in settings)
         self._check_prompts(prompts, tokens=longest)
         engines, tensor = self.topology.world_size // self.layout.tensor, self.layout.tensor
@@ -186,7 +206,7 @@ class VllmEngine:
             tokenizer=self._tokenizer, weight_version=self._version, on_response=on_response,
             # Of conversations the turns are counted, so that a slow one is not taken for a hang.
             on_progress=on_progress if conversations else self._work.with_progress(on_progress),
-            routes=self._routes,
+            routes=self._routes, masks=masks,
         )  # fmt: skip
         further = None if conversations is None else Conversations(
             own, conversations, finished, stop=self._stop, max_model_len=self.max_model_len,
@@ -226,7 +246,12 @@ class VllmEngine:
         def run() -> list[Generated]:
             own, limit = [item[1:] for item in assigned], self.settings.time_limit_seconds
             self._partial.version, self._partial.lora_request = self._version, self._lora_request
-            requests = self._partial.run(own, time_limit=limit, on_step=self._hooks.on_step)
+            requests = self._partial.run(
+                own,
+                time_limit=limit,
+                on_step=self._hooks.on_step,
+                should_stop=self._hooks.should_stop,
+            )
             if not keep_cache:
                 self.drop_caches()
             return [
@@ -266,9 +291,8 @@ class VllmEngine:
         return read_scores(outputs, sequences)
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
-        if self._adapters is not None:
-            return self._adapters.push(actor, version=version)
-        return self._resharder.push(actor, version=version)
+        resharder = self._resharder if self._adapters is None else self._adapters.resharder
+        return resharder.push(actor, version=version)
 
     def check_idle(self) -> None:
         """Raise RuntimeError while requests run; paused ones continue with the new weights."""
@@ -336,6 +360,14 @@ class VllmEngine:
         check_prompts(
             prompts, vocab_size=self.shape.vocab_size, longest=self.max_model_len - tokens
         )
+
+    def _begin_masks(self, sampling: Sequence[SamplingSettings]) -> EngineSamplingMasks | None:
+        """Return what reads the sampling masks, if these settings ask for them."""
+        if self._masks is None:
+            return None
+        are_returned = any(one.returns_masks for one in sampling)
+        self._masks.begin(is_recording=are_returned)
+        return self._masks if are_returned else None
 
     def _require_weights(self) -> None:
         if self._version < 0:

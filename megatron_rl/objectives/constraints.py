@@ -26,8 +26,14 @@ from megatron_rl.objectives.spec import (
     Truncate,
     TvFilter,
     Unconstrained,
+    Weight,
 )
-from megatron_rl.objectives.weights import LogRatios, budget_spent, budget_weights
+from megatron_rl.objectives.weights import (
+    LogRatios,
+    budget_spent,
+    budget_weights,
+    prior_log_weight,
+)
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,11 @@ class TokenWeights:
         return inside if self.factor is None else inside & (self.factor != 0)
 
 
-def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> Tensor:
-    """Compute h(t, L): 1, sqrt(L/t) or t^p; [t], or [] if it is constant."""
-    position = layout.position.clamp(min=1).to(dtype)
+def position_scale(
+    bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype, *, before: int = 0
+) -> Tensor:
+    """Compute h(t - before, L): 1, sqrt(L/t) or t^p; [t], or [] if it is constant."""
+    position = (layout.position - before).clamp(min=1).to(dtype)
     match bounds.scale:
         case "constant":
             return torch.ones((), dtype=dtype, device=layout.device)
@@ -69,9 +77,14 @@ def position_scale(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -
     raise AssertionError(f"unknown scale {bounds.scale}")
 
 
-def log_bounds(bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the inclusive lower and upper bounds of the log-weight; ([t] or [], [t] or [])."""
-    scale = position_scale(bounds, layout, dtype)
+def log_bounds(
+    bounds: Bounds, layout: SequenceLayout, dtype: torch.dtype, *, before: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Compute the inclusive lower and upper bounds of the log-weight; ([t] or [], [t] or []).
+
+    before: 1 for the bounds of the prefix before each token, at its position t - 1.
+    """
+    scale = position_scale(bounds, layout, dtype, before=before)
     upper = torch.full((), torch.inf, dtype=dtype, device=layout.device)
     lower = -upper
     if bounds.low is not None:
@@ -254,6 +267,24 @@ def apply_constraint(
                 "the minibatch's tokens, and call what it returns"
             )
     return _kept(log_weight, torch.ones_like(log_weight, dtype=torch.bool))
+
+
+@torch.no_grad()
+def prior_weight(weight: Weight, constraint: Constraint, ratios: LogRatios) -> Tensor:
+    """Compute the constrained weight of the prefix before each token; [t], 1 at t = 1.
+
+    A divergence at prefix s_t is an expectation over y_t already, so only the probability of the
+    prefix has to be corrected: C_{t-1} corrects it exactly, and w_{t-1} is its normalized form.
+    """
+    log_weight = prior_log_weight(weight, ratios)
+    if isinstance(constraint, Unconstrained):
+        return torch.exp(log_weight)
+    assert isinstance(constraint, HardGate | Truncate), "checked with the spec"
+    bounds = log_bounds(constraint, ratios.layout, log_weight.dtype, before=1)
+    if isinstance(constraint, Truncate):
+        return _clipped(log_weight, *bounds).value
+    lower, upper = bounds
+    return _kept(log_weight, (lower <= log_weight) & (log_weight <= upper)).value
 
 
 def second_moment_gate(

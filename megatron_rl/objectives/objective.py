@@ -23,6 +23,7 @@ from megatron_rl.objectives.constraints import (
     ConstrainedWeights,
     TokenWeights,
     apply_constraint,
+    prior_weight,
     scale_negative,
     second_moment_gate,
 )
@@ -72,6 +73,10 @@ class PolicyObjective(ABC):
         """Return the objective of this update, if it depends on the whole minibatch; collective."""
         return self
 
+    def with_teacher(self, x: TokenInputs) -> TokenInputs:
+        """Return prepared inputs whose advantages include the reference's, if it gives any."""
+        return x
+
     @abstractmethod
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
@@ -92,7 +97,7 @@ class PolicyObjective(ABC):
         `statistics.to_metrics()` raise, on every rank, without a device synchronization here.
         Raises ValueError immediately for inputs that `TokenInputs.prepared` rejects.
         """
-        x = inputs.prepared(layout, denominators, needs=self.needs)
+        x = self.with_teacher(inputs.prepared(layout, denominators, needs=self.needs))
         weighed, terms = self.evaluate(x, layout=layout, denominators=denominators)
         return ObjectiveResult(terms.loss, compute_statistics(x, weighed, terms, classes))
 
@@ -127,6 +132,20 @@ class Objective(PolicyObjective):
             spec = replace(spec, constraint=second_moment_gate(spec.constraint, *columns))
         return Objective(spec)
 
+    def with_teacher(self, x: TokenInputs) -> TokenInputs:
+        """Add coefficient * (log pi_ref - log pi) of the sampled token to the advantages.
+
+        The policy's log-prob is its present one, so that the expectation over its own actions is
+        minus the gradient of KL(pi || pi_ref); a constant, like every advantage.
+        """
+        spec = self.spec
+        if spec.kl is None or not spec.kl.is_advantage:
+            return x
+        assert x.reference_logprobs is not None, "checked with the inputs"
+        teacher = spec.kl.coefficient * (x.reference_logprobs - x.policy_logprobs.detach())
+        rewards = spec.advantage_coefficient * x.advantages
+        return replace(x, advantages=rewards + teacher)
+
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> tuple[TokenWeights, Terms]:
@@ -147,15 +166,19 @@ class Objective(PolicyObjective):
             term = constrained.value * x.advantages
         if factor is not None:
             term = term * factor
-        if not spec.advantage_coefficient:
+        has_teacher = spec.kl is not None and spec.kl.is_advantage  # the advantages have both
+        if not spec.advantage_coefficient and not has_teacher:
             term = torch.zeros_like(term)  # without a gradient, and not inf * 0
-        elif spec.advantage_coefficient != 1:
+        elif spec.advantage_coefficient != 1 and not has_teacher:
             term = term * spec.advantage_coefficient
 
         denominator = token_denominator(spec, layout, denominators)
         kl = entropy = None
-        if spec.kl is not None:
-            kl = torch.where(layout.mask, kl_penalty(spec.kl, x) / denominator, 0)
+        if spec.kl is not None and not has_teacher:
+            penalty = kl_penalty(spec.kl, x)
+            if spec.kl.weighted:
+                penalty = penalty * prior_weight(spec.weight, spec.constraint, weighed.ratios)
+            kl = torch.where(layout.mask, penalty / denominator, 0)
         if spec.entropy_coefficient:
             assert x.entropy is not None, "checked with the inputs"
             entropy = -spec.entropy_coefficient * x.entropy / denominator

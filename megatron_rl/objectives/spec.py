@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from megatron_rl.errors import UserError
 from megatron_rl.types import Divergence
@@ -63,18 +63,38 @@ class KlPenalty(Checked):
 
     The other three are sums over the whole vocabulary instead, without rho_t: KL(pi_theta ||
     pi_ref), KL(pi_ref || pi_theta) and their Jensen-Shannon divergence, each at the prefixes that
-    the behavior policy generated (generalized knowledge distillation, arXiv 2306.13649).
+    the behavior policy generated (generalized knowledge distillation, arXiv 2306.13649). With
+    `weighted`, each is multiplied by the objective's weight and gate of the prefix before its
+    token, as constants (`Objective.prior_weight`).
+
+    "advantage" is no term of its own: coefficient * log q of the sampled token, a constant, is
+    added to the advantage, so that the objective's weight, gate and gradient apply to it.
     """
 
     coefficient: Positive
-    estimator: Literal["k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd"] = "k3"
+    estimator: Literal[
+        "k1", "k2", "k3", "reverse_kl", "forward_kl", "jsd", "advantage"
+    ] = "k3"  # fmt: skip
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weighted and self.divergence is None:
+            raise UserError(
+                f"kl.weighted with estimator {self.estimator!r}, which has a weight already: use "
+                "reverse_kl, forward_kl or jsd, or unset kl.weighted"
+            )
 
     @property
     def divergence(self) -> Divergence | None:
         """The divergence over the whole vocabulary; None for an estimate from sampled tokens."""
-        if self.estimator == "k1" or self.estimator == "k2" or self.estimator == "k3":
-            return None
-        return self.estimator
+        whole = ("reverse_kl", "forward_kl", "jsd")
+        return cast(Divergence, self.estimator) if self.estimator in whole else None
+
+    @property
+    def is_advantage(self) -> bool:
+        """True if the reference's log-probs are added to the advantages."""
+        return self.estimator == "advantage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +390,28 @@ class ObjectiveSpec(Checked):
                 "be trained: set kl, with the teacher as model.reference"
             )
         check_constant(self.constant, self.aggregation)
+        self._check_teacher()
+
+    def _check_teacher(self) -> None:
+        """Raise UserError for a KL term that the weight or the constraint cannot weight."""
+        of_prefix = self.weight in ("prefix_mean", "prefix_product")
+        constraint = self.constraint
+        unsigned = isinstance(constraint, Truncate | Unconstrained) or (
+            isinstance(constraint, HardGate) and constraint.sided == "both"
+        )
+        if self.kl is not None and self.kl.weighted and not (of_prefix and unsigned):
+            kind = next(k for k, v in CONSTRAINTS.items() if v is type(constraint))
+            raise UserError(
+                f"kl.weighted with weight {self.weight!r} and constraint {kind!r}: a divergence is "
+                "weighted by the prefix before its token, and has no sign; use weight prefix_mean "
+                "or prefix_product with hard_gate (sided both), truncate or none, as pnpo has"
+            )
+        fitted = self.balanced or isinstance(constraint, SecondMoment)
+        if self.kl is not None and self.kl.is_advantage and fitted:
+            raise UserError(
+                "kl.estimator 'advantage' with balanced or second_moment, which are decided before "
+                "an update, from the rewards' advantages alone: choose another constraint"
+            )
 
     @property
     def needs(self) -> dict[str, object]:

@@ -36,6 +36,7 @@ SUMS = (
     "mismatch_absolute",
     "entropy_tokens",  # tokens that came with an entropy
     "entropy",
+    "log_to_reference",  # policy minus reference
 )
 # Outcome of the constraint (above: rejected above the upper bound), by sign of the advantage.
 SIDES, SIGNS = ("inside", "above", "below"), ("positive", "zero", "negative")
@@ -193,6 +194,8 @@ class Statistics:
             }
         if total["loss_kl"]:
             metrics["loss/kl"] = total["loss_kl"]
+        if total["log_to_reference"]:
+            metrics["ratio/log_to_reference_mean"] = total["log_to_reference"] / tokens
         if total["entropy_tokens"]:
             metrics["loss/entropy"] = total["loss_entropy"]
             metrics["entropy"] = total["entropy"] / total["entropy_tokens"]
@@ -534,6 +537,7 @@ def histogram_bin(log_w: Tensor) -> Tensor:
 def _scalar_sums(x: Tokens) -> Tensor:
     """Compute one number for each of SUMS."""
     log_ratio, gap, entropy = x.log_ratio.double(), x.given.log_gap, x.given.entropy
+    reference = x.given.reference_logprobs
     rows = {
         "responses": x.mask & (x.position == x.length),  # each has one last decision
         "loss_policy": x.terms.policy,
@@ -544,6 +548,7 @@ def _scalar_sums(x: Tokens) -> Tensor:
         "mismatch_absolute": None if gap is None else gap.abs(),
         "entropy_tokens": None if entropy is None else x.mask,
         "entropy": entropy,
+        "log_to_reference": None if reference is None else x.given.policy_logprobs - reference,
     }
     zero = torch.zeros((), dtype=torch.float64, device=x.mask.device)
     return torch.stack(

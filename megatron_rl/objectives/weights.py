@@ -65,6 +65,19 @@ def compute_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
     raise AssertionError(f"unknown weight {weight}")
 
 
+def prior_log_weight(weight: Weight, ratios: LogRatios) -> Tensor:
+    """Compute the logarithm of a prefix weight before each token, at position t - 1; [t]."""
+    before = ratios.layout.position - 1
+    # At t = 1 nothing has been sampled: the weight of the empty prefix is 1.
+    log_product = torch.where(before > 0, ratios.prefix_sum - ratios.token, 0)  # log C_{t-1}
+    match weight:
+        case "prefix_product":
+            return log_product
+        case "prefix_mean":
+            return log_product / before.clamp(min=1)
+    raise AssertionError(f"{weight} is not a prefix weight")
+
+
 def build_scans(
     spec: ObjectiveSpec, x: TokenInputs, log_ratio: Tensor, layout: SequenceLayout
 ) -> dict[str, Scan]:

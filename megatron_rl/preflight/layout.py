@@ -56,7 +56,7 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
             f"{parallel.expert}: Megatron then has no parameters for its other optimizer; add qkv "
             "or proj, or set parallel.expert to 1"
         )
-    replicas = (world_size - (parallel.engine_ranks or 0)) // parallel.model_size
+    replicas = config.sides(world_size)[0] // parallel.model_size
     per_minibatch = (
         rollout.prompts_per_step * rollout.responses_per_prompt // config.trainer.minibatches
     )
@@ -71,7 +71,7 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
 def engine_layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
     """List the conflicts between process count, layout and vLLM's sharding."""
     rollout, problems = config.rollout, config.process_problems(world_size)
-    generating = config.parallel.engine_ranks or world_size
+    _, generating = config.sides(world_size)
     if generating % rollout.tensor == 0:
         try:
             EngineLayout(rollout.tensor, generating, rollout.expert_parallel).check(shape)

@@ -44,6 +44,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response/length_mean": statistics.fmean(lengths),
         "response/length_max": max(lengths),
         "response/truncated_fraction": statistics.fmean(truncated),
+        **sampling_metrics(batch.rollouts),
         "rollout/weight_version": min(r.response.weight_version for r in batch.rollouts),
         **_conversation_metrics(batch.rollouts),
     }
@@ -57,6 +58,19 @@ def _engine_entropy(rollouts: Sequence[Rollout]) -> float:
         if all(map(is_local, rows))
         else math.nan
     )
+
+
+def sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Sizes of the sampling masks; nan where the rank lacks some: rank 0 has all. Empty without."""
+    rows = [row for one in rollouts if len(row := one.response.mask_counts)]
+    if not rows:
+        return {}
+    counts = np.concatenate(rows) if all(map(is_local, rows)) else np.array([math.nan])
+    return {
+        "sampling/kept_mean": float(counts.mean()),
+        "sampling/kept_max": float(counts.max()),
+        "sampling/one_kept_fraction": float(np.where(np.isnan(counts), counts, counts == 1).mean()),
+    }
 
 
 def _conversation_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -41,6 +41,10 @@ class GroupBuffer:
                 return free[::-1]  # the prompts of the step's other slots are used in their order
         return []
 
+    def selects_without(self, step: int, coming: Iterable[PromptSlot], *, longest: int) -> bool:
+        """True if `select` does not depend on groups that are being generated, see `Schedule`."""
+        return self.schedule.selects_without(step, self.groups, coming, longest=longest)
+
     def insert(self, groups: Iterable[PromptGroup]) -> None:
         """Insert groups; they stay while they may be trained or replayed."""
         for group in groups:

@@ -85,9 +85,7 @@ class EngineSource(RolloutSource):
         sampling: list[SamplingSettings] = []
         for request in requests:
             further = [request.number] if request.number else []
-            each = SamplingSettings(
-                temperature=settings.temperature,
-                top_p=1.0,
+            each = self.run.sampling(
                 max_tokens=settings.max_response_tokens,
                 seed=derive_seed(config.seed, "rollout", request.slots[0].step, *further),
             )

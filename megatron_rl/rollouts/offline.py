@@ -34,6 +34,7 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.rollout_files import check_rollout_files, find_rollout_files, read_rows
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.rollouts import (
+    MASKS,
     MESSAGES,
     OBSERVED,
     RESTARTS,
@@ -50,6 +51,7 @@ from megatron_rl.types import (
     PromptSlot,
     Response,
     Rollout,
+    sampled_ranges,
 )
 
 
@@ -402,6 +404,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         sample_index=place % config.rollout.responses_per_prompt,
         token_ids=np.array(tokens, np.int32),
         rollout_logprobs=np.full(sampled, np.nan, np.float32) if generated is None else generated,
+        **_parse_masks(row, tokens, observed),
         text=text,
         finish_reason=ending if ending in ("length", "lost") else "stop",
         weight_version=-1,  # versions in files are of another run
@@ -496,6 +499,25 @@ def _check_lengths(bounds: Sequence[int], *, limit: int) -> None:
             f"prompt and response have {longest} tokens, more than "
             f"data.max_prompt_tokens + rollout.max_response_tokens={limit}; raise one of them"
         )
+
+
+def _parse_masks(
+    row: dict[str, Any], tokens: Sequence[int], observed: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return the sampling masks of a row as fields of a response; empty without them."""
+    ids, counts = (np.array(row.get(name) or (), np.int32) for name in MASKS)
+    if not len(counts):
+        return {}
+    own = [token for first, end in sampled_ranges(observed, len(tokens))
+           for token in tokens[first:end]]  # fmt: skip
+    is_whole = len(counts) == len(own) and counts.min() > 0 and counts.sum() == len(ids)
+    if not is_whole or (ids == np.repeat(own, counts)).sum() != len(own):
+        raise UserError(
+            f"{MASKS[1]} has {len(counts)} values that sum to {counts.sum()}, for {len(own)} "
+            f"sampled tokens and {len(ids)} ids of {MASKS[0]}: there must be one for each, at "
+            "least 1, and each token must be among its ids"
+        )
+    return dict(zip(MASKS, (ids, counts), strict=True))
 
 
 def _count_sampled(observed: Sequence[tuple[int, int]], count: int) -> int:

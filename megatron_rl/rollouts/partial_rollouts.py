@@ -6,7 +6,7 @@ unfinished batches advance together, by one window a step with the weights of th
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,12 +23,9 @@ from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
     GradeResult,
-    Prompt,
     PromptGroup,
     PromptSlot,
-    Response,
     Rollout,
-    SamplingSettings,
 )
 
 UNFINISHED = GradeResult(0.0, "unfinished", None)
@@ -58,20 +55,29 @@ class PartialRolloutSource(RolloutSource):
     def generate(self, step: int) -> list[RolloutBatch]:
         if step != self._restored_step:
             with self.run.clock.phase("rollout"):
-                self.advance(step)
+                self.advance(step, self.due(step))
         return []  # `score` grades what this window has completed
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        clock, buffer = self.run.clock, self.run.buffer
         if step == self._restored_step:
             return []
+        updates, seconds = self.run.actor.updates, self.engine.engine_seconds
+        return self.score_window(step, updates=updates, engine_seconds=seconds)
+
+    def score_window(
+        self, step: int, *, updates: int, engine_seconds: Sequence[float]
+    ) -> list[RolloutBatch]:
+        """Compute log-probs of the window of `step`, and pack the groups that it has completed.
+
+        updates: before the window. engine_seconds: of each engine.
+        """
+        clock = self.run.clock
         with clock.phase("behavior"):
-            self.behavior.freeze_window(buffer.unfinished)
+            self.behavior.freeze_window(self.run.buffer.unfinished)
         with clock.phase("reward"):
-            finished = self.finish(step)
-            self.grader.check(prompts=self.run.min_prompts_to_check)
+            finished = self.finish(step, updates=updates)
         with clock.phase("pack"):
-            seconds = tuple(self.engine.engine_seconds)
+            seconds = tuple(engine_seconds)
             fresh = [self.run.pack(groups, engine_seconds=seconds) for groups in finished]
             for batch in fresh:
                 self.behavior.freeze(batch)
@@ -87,20 +93,35 @@ class PartialRolloutSource(RolloutSource):
     def after_checkpoint(self, step: int) -> None:
         self.engine.drop_caches()
 
-    def advance(self, step: int) -> list[RolloutWindow]:
-        """Generate one window of all unfinished groups with the current weights."""
-        parts = self._parts(step)
+    def due(self, step: int, *, arrived: Collection[PromptSlot] = ()) -> list[PromptSlot]:
+        """Slots of the responses that gain a window in a step.
+
+        arrived: slots whose groups are finished and not inserted into the buffer yet.
+        """
+        windows, buffer = self.run.config.windows, self.run.buffer
+        finished = buffer.groups.keys() | set(arrived)
+        return [
+            slot for slot in buffer.schedule.due(step, ahead=windows - 1) if slot not in finished
+        ]
+
+    def advance(self, step: int, slots: Sequence[PromptSlot]) -> list[RolloutWindow]:
+        """Generate one window of the groups of these slots with the current weights."""
+        parts = self._parts(step, slots)
         keep, before = self.run.config.lag.keeps_cache, self._tokens()
         responses = self.engine.continue_generation([part for _, part in parts], keep_cache=keep)
-        for (slots, part), continued in zip(parts, responses, strict=True):
-            size = part.samples
-            for place, slot in enumerate(slots):
-                own = slice(place * size, (place + 1) * size)
-                self.run.buffer.unfinished[slot] = self._build_group(
-                    slot, part.prompts[place], continued[own], self.run.buffer.unfinished.get(slot)
-                )
+        for (members, part), continued in zip(parts, responses, strict=True):
+            prompts = (prompt for prompt in part.prompts for _ in range(part.samples))
+            pairs = zip(prompts, continued, strict=True)
+            self.insert(members, [Rollout(prompt, one, UNFINISHED) for prompt, one in pairs])
         self.new_tokens = self._tokens() - before
         return [part for _, part in parts]
+
+    def insert(self, slots: Sequence[PromptSlot], rollouts: Sequence[Rollout]) -> None:
+        """Put the rollouts of slots, group after group, in the place of those before."""
+        size, unfinished = self.run.config.rollout.responses_per_prompt, self.run.buffer.unfinished
+        for place, slot in enumerate(slots):
+            own = rollouts[place * size : (place + 1) * size]
+            unfinished[slot] = self._build_group(slot, own, unfinished.get(slot))
 
     def _tokens(self) -> int:
         groups = self.run.buffer.unfinished.values()
@@ -109,15 +130,14 @@ class PartialRolloutSource(RolloutSource):
     def _build_group(
         self,
         slot: PromptSlot,
-        prompt: Prompt,
-        responses: Sequence[Response],
+        rollouts: Sequence[Rollout],
         before: PromptGroup | None,
     ) -> PromptGroup:
         return PromptGroup(
             slot=slot,
-            rollouts=tuple(Rollout(prompt, response, UNFINISHED) for response in responses),
-            advantages=np.zeros(len(responses), np.float32),
-            behavior_logprobs=(self.behavior.empty_logprobs,) * len(responses)
+            rollouts=tuple(rollouts),
+            advantages=np.zeros(len(rollouts), np.float32),
+            behavior_logprobs=(self.behavior.empty_logprobs,) * len(rollouts)
             if before is None
             else before.behavior_logprobs,
             entropy=float("nan"),
@@ -125,31 +145,24 @@ class PartialRolloutSource(RolloutSource):
             updates=0,
         )
 
-    def _parts(self, step: int) -> list[tuple[list[PromptSlot], RolloutWindow]]:
+    def _parts(
+        self, step: int, due: Sequence[PromptSlot]
+    ) -> list[tuple[list[PromptSlot], RolloutWindow]]:
         """Windows of a step with their slots: one for slots that start and end together."""
         config, buffer = self.run.config, self.run.buffer
         schedule, settings = buffer.schedule, config.rollout
         window, windows = config.lag.every_tokens, config.windows
-        slots = [
-            slot for slot in schedule.due(step, ahead=windows - 1) if slot not in buffer.groups
-        ]
-        slots.sort(key=lambda slot: (slot.step, schedule.generation(slot), slot.group))
+        slots = sorted(due, key=lambda slot: (slot.step, schedule.generation(slot), slot.group))
         parts = []
         together = itertools.groupby(slots, lambda slot: (slot.step, schedule.generation(slot)))
         for (of_step, end), members in together:
             own = list(members)
             indices = self.prompts.order.indices(*schedule.prompts(of_step))
-            started = [
-                self.run.buffer.unfinished[slot]
-                for slot in own
-                if slot in self.run.buffer.unfinished
-            ]
+            started = [buffer.unfinished[slot] for slot in own if slot in buffer.unfinished]
             part = RolloutWindow(
                 prompts=[self.prompts.training[indices[slot.group]] for slot in own],
                 samples=settings.responses_per_prompt,
-                sampling=SamplingSettings(
-                    temperature=settings.temperature,
-                    top_p=1.0,
+                sampling=self.run.sampling(
                     max_tokens=settings.max_response_tokens,
                     seed=derive_seed(config.seed, "rollout", of_step),
                 ),
@@ -159,33 +172,42 @@ class PartialRolloutSource(RolloutSource):
             parts.append((own, part))
         return parts
 
-    def finish(self, step: int) -> list[list[PromptGroup]]:
-        """Grade the groups that end by `step`; one list for each step of slots. Collective."""
-        done = [
-            slot for slot in sorted(self.run.buffer.unfinished)
-            if self.run.buffer.schedule.generation(slot) <= step
-        ]  # fmt: skip
+    def finish(self, step: int, *, updates: int) -> list[list[PromptGroup]]:
+        """Build the groups that end by `step`; one list for each step of slots. Collective."""
         finished = []
-        for _, members in itertools.groupby(done, lambda slot: slot.step):
-            groups = [self.run.buffer.unfinished.pop(slot) for slot in members]
-            prompts = [group.rollouts[0].prompt for group in groups]
-            responses = [rollout.response for group in groups for rollout in group.rollouts]
-            submit = self.grader.begin(prompts, samples=len(groups[0].rollouts))
-            topology = self.run.actor.topology
-            for place, response in enumerate(responses):
-                has_text = response.owner if response.owner >= 0 else place % topology.world_size
-                if topology.rank == has_text:
-                    submit(place, response)
+        for groups in self.pop_finished(step):
             graded = build_groups(
-                self.grader.finish(prompts, responses),
+                self.grade(groups),
                 [group.slot for group in groups],
                 config=self.run.config,
                 step=step,
-                updates=self.run.actor.updates,
+                updates=updates,
             )
-            graded = [
+            finished.append([
                 replace(group, behavior_logprobs=unfinished.behavior_logprobs)
                 for group, unfinished in zip(graded, groups, strict=True)
-            ]
-            finished.append(graded)
+            ])  # fmt: skip
         return finished
+
+    def pop_finished(self, step: int) -> list[list[PromptGroup]]:
+        """Remove the groups that end by `step`; one list for each step of slots."""
+        buffer = self.run.buffer
+        done = [
+            slot for slot in sorted(buffer.unfinished) if buffer.schedule.generation(slot) <= step
+        ]
+        together = itertools.groupby(done, lambda slot: slot.step)
+        return [[buffer.unfinished.pop(slot) for slot in members] for _, members in together]
+
+    def grade(self, groups: Sequence[PromptGroup]) -> list[Rollout]:
+        """Grade the responses of finished groups, group after group. Collective."""
+        prompts = [group.rollouts[0].prompt for group in groups]
+        responses = [rollout.response for group in groups for rollout in group.rollouts]
+        submit = self.grader.begin(prompts, samples=len(groups[0].rollouts))
+        topology = self.grader.topology
+        for place, response in enumerate(responses):
+            has_text = response.owner if response.owner >= 0 else place % topology.world_size
+            if topology.rank == has_text:
+                submit(place, response)
+        rollouts = self.grader.finish(prompts, responses)
+        self.grader.check(prompts=self.run.min_prompts_to_check)
+        return rollouts

@@ -10,7 +10,7 @@ weight sync: from then on buffer and metrics are those of the run on shared rank
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -20,13 +20,14 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.engine.engine import RolloutEngine
 from megatron_rl.engine.remote import RemoteEngine, share_rollouts
 from megatron_rl.rollouts.batch_metrics import generation_metrics
-from megatron_rl.rollouts.behavior import BehaviorLogprobs, ModelLogprobs
+from megatron_rl.rollouts.behavior import BehaviorLogprobs, ModelLogprobs, WindowLogprobs
 from megatron_rl.rollouts.dynamic_sampling import Filled
 from megatron_rl.rollouts.engine_check import check_engine_of_run
 from megatron_rl.rollouts.engine_source import pack_filled
+from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RolloutSource, RunContext
-from megatron_rl.types import Prompt, PromptSlot, Rollout
+from megatron_rl.types import Prompt, PromptGroup, PromptSlot, Rollout
 
 
 class Generated(NamedTuple):
@@ -42,6 +43,8 @@ class Generated(NamedTuple):
 class RemoteSource(RolloutSource):
     """Orders the responses that the buffer is missing; takes them when a step needs them or ends.
 
+    A step needs them if what it trains may depend on them (`Schedule.selects_without`).
+
     Behavior log-probs of what was generated during a step come from the engine, or from a copy of
     the weights that the step started with.
     """
@@ -53,6 +56,7 @@ class RemoteSource(RolloutSource):
     behavior: BehaviorLogprobs
     can_resume_inside = False  # what a step generates by its first weights is not there yet
     _ordered: tuple[int, list[list[PromptSlot]]] = (0, [])  # step, and what is not taken yet
+    _coming: Sequence[PromptSlot] = ()  # all slots that may be filled by what was ordered
     _updates: int = 0  # before the generation
     _arrived: Sequence[PromptSlot] = ()  # slots of the result taken last
     _costs: Sequence[Any] = ({}, 0.0)  # and seconds, of the result taken last
@@ -70,24 +74,26 @@ class RemoteSource(RolloutSource):
             buffer.next_empty_slots(step, arrived=arrived),
         )
         self._ordered, self._updates = (step, missing), self.run.actor.updates
+        surplus = spare if self.run.config.dynamic_sampling.rounds else []
+        self._coming = [*itertools.chain(*missing), *surplus]
         if missing:
             self.link.order("rollouts", step, missing, spare)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if self._ordered[0] != step:  # the first step of this start of the run
             self.start(step)
-        missing = self._ordered[1]
-        if any(slot.step == step for part in missing for slot in part):
-            return self.collect(step)
+        missing, longest = self._ordered[1], self.run.config.rollout.max_response_tokens
+        if missing and not self.run.buffer.selects_without(step, self._coming, longest=longest):
+            return self.collect(step) or []
         if missing and isinstance(self.behavior, ModelLogprobs):
             with self.run.clock.phase("behavior"):
                 self.kept.keep()
         return []
 
-    def collect(self, step: int) -> list[RolloutBatch]:
+    def collect(self, step: int) -> list[RolloutBatch] | None:
         if not self._ordered[1]:
             self._arrived = ()
-            return []
+            return None
         self._ordered = step, []
         with self.run.clock.phase("rollout"):
             filled, *self._costs = share_generated(self.link.take())
@@ -104,6 +110,104 @@ class RemoteSource(RolloutSource):
     def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
         costs, seconds = self._costs
         return generation_metrics(fresh, costs, seconds=seconds)
+
+
+@dataclass
+class RemotePartialSource(PartialRolloutSource):
+    """Partial rollouts on ranks of their own: orders a window, and takes it once a step is trained.
+
+    The trainers have all unfinished responses, for checkpoints and behavior log-probs. So have the
+    engines, which get those of a checkpoint when a run is resumed.
+    """
+
+    link: Link = field(kw_only=True)
+    _ordered: tuple[int, Sequence[PromptSlot]] = (0, ())  # step, and slots that are not taken yet
+    _ordered_after: int = 0  # updates
+    _arrived: Sequence[PromptSlot] = ()  # slots of the groups that the last window has finished
+    _updates: int = 0  # before the window that was taken last
+    _seconds: Sequence[float] = (0.0,)  # of that window, and of each engine
+    _is_taken: bool = False  # the window is to be scored
+    _is_known: bool = False  # the engines have the unfinished responses
+
+    def __post_init__(self) -> None:
+        self.kept = KeptWeights(self.run.actor)
+
+    def start(self, step: int) -> None:
+        slots = self.due(step, arrived=self._arrived)
+        self._ordered, self._ordered_after = (step, slots), self.run.actor.updates
+        if not self._is_known:
+            self._is_known, unfinished = True, self.run.buffer.unfinished
+            self.link.order("resume", list(unfinished))
+            self.link.post([one for group in unfinished.values() for one in group.rollouts])
+        elif (step - 1) % self.run.config.trainer.checkpoint_every == 0:
+            self.engine.drop_caches()  # a run that resumes from the checkpoint does not have them
+        if slots:
+            self.link.order("window", step, slots)
+
+    def generate(self, step: int) -> list[RolloutBatch]:
+        if step == self._restored_step:
+            return []
+        if self._ordered[0] != step:  # the first step of this start of the run
+            self.start(step)
+        slots, buffer = self._ordered[1], self.run.buffer
+        longest = self.run.config.rollout.max_response_tokens
+        if slots and not buffer.selects_without(step, self._ending(), longest=longest):
+            self._take()
+        elif slots and isinstance(self.behavior, WindowLogprobs):
+            with self.run.clock.phase("behavior"):
+                self.kept.keep()
+        return []
+
+    def collect(self, step: int) -> list[RolloutBatch] | None:
+        self._arrived = ()
+        if not self._ordered[1]:
+            return None
+        self._take()
+        return []  # `score` makes the batches
+
+    def _take(self) -> None:
+        """Wait for the window that was ordered last. Collective."""
+        self._arrived, before = self._ending(), self._tokens()
+        self._ordered, self._updates = (self._ordered[0], ()), self._ordered_after
+        with self.run.clock.phase("rollout"):
+            (window,), _, seconds = share_generated(self.link.take())
+        self.insert(window.slots, window.rollouts)
+        self.new_tokens = self._tokens() - before
+        self._seconds, self._is_taken = (seconds, *window.engine_seconds), True
+
+    def _ending(self) -> list[PromptSlot]:
+        """Slots of the window that was ordered last whose groups it finishes."""
+        step, slots = self._ordered
+        return [slot for slot in slots if self.run.buffer.schedule.generation(slot) <= step]
+
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+        if not self._is_taken:
+            return []
+        self._is_taken = False
+        with self.kept.active():
+            return self.score_window(step, updates=self._updates, engine_seconds=self._seconds[1:])
+
+    def grade(self, groups: Sequence[PromptGroup]) -> list[Rollout]:
+        """Return the rollouts of finished groups, which the engines have graded."""
+        return [rollout for group in groups for rollout in group.rollouts]
+
+    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
+        return generation_metrics(fresh, {}, seconds=self._seconds[0], tokens=self.new_tokens)
+
+    def after_checkpoint(self, step: int) -> None:
+        """Do nothing: `start` has dropped the caches before the next window."""
+
+
+def generate_window(source: PartialRolloutSource, step: int, slots: Sequence[PromptSlot]) -> Filled:
+    """Generate one window of these slots, and grade those that it completes. Collective."""
+    source.advance(step, slots)
+    rollouts = {slot: source.run.buffer.unfinished[slot].rollouts for slot in slots}
+    for groups in source.pop_finished(step):
+        graded = iter(source.grade(groups))
+        for group in groups:
+            rollouts[group.slot] = tuple(itertools.islice(graded, len(group.rollouts)))
+    flat = [rollout for slot in slots for rollout in rollouts[slot]]
+    return Filled(slots, flat, tuple(source.engine.engine_seconds))
 
 
 def flatten(filled: Sequence[Filled], costs: dict[str, float], *, seconds: float) -> Generated:

@@ -16,7 +16,7 @@ grows from 0 during the first `lag` steps.
 
 import importlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,16 +130,7 @@ class Schedule:
 
     def select(self, step: int, held: Mapping[PromptSlot, PromptGroup]) -> list[PromptSlot]:
         """Slots that a step trains, in order: new groups and replayed ones."""
-        waiting = [slot for slot in held if not held[slot].times_trained]
-        waiting.sort(
-            key=lambda slot: (
-                self.policy.ready(
-                    slot, generated=held[slot].generated_at_step, longest=held[slot].longest
-                ),
-                slot,
-            )
-        )
-        new = waiting[: len(self.slots(step))]
+        new = self._waiting(held)[: len(self.slots(step))]
         assert len(new) == len(self.slots(step)), f"step {step} lacks new groups"
         if len(new) == self.groups:
             return new
@@ -157,6 +148,43 @@ class Schedule:
         chosen = new + order[: self.groups - len(new)]
         assert len(chosen) == self.groups, f"step {step} lacks groups to replay"
         return generator.sample(chosen, len(chosen))  # every minibatch has some of both
+
+    def selects_without(
+        self,
+        step: int,
+        held: Mapping[PromptSlot, PromptGroup],
+        coming: Iterable[PromptSlot],
+        *,
+        longest: int,
+    ) -> bool:
+        """True if a step trains the same groups whether it has those of `coming` or not.
+
+        coming: slots whose groups are generated in this step, with at most `longest` tokens in a
+        response.
+        """
+        waiting, count = self._waiting(held), len(self.slots(step))
+        if len(waiting) < count:
+            return False
+        last, ready = waiting[count - 1], self.policy.ready
+        group = held[last]
+        limit = ready(last, generated=group.generated_at_step, longest=group.longest), last
+        return all(
+            (ready(slot, generated=step, longest=length), slot) > limit
+            for slot in coming
+            for length in range(longest, -1, -1)
+        )
+
+    def _waiting(self, held: Mapping[PromptSlot, PromptGroup]) -> list[PromptSlot]:
+        """Slots of groups that no step has trained, in the order in which they are trained."""
+        return sorted(
+            (slot for slot in held if not held[slot].times_trained),
+            key=lambda slot: (
+                self.policy.ready(
+                    slot, generated=held[slot].generated_at_step, longest=held[slot].longest
+                ),
+                slot,
+            ),
+        )
 
     def is_kept(self, first_trained_at_step: int, *, after: int) -> bool:
         """True if a group first trained in this step may be replayed after step `after`."""

@@ -11,7 +11,7 @@ from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, build_rollout_batch
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.types import PromptGroup
+from megatron_rl.types import PromptGroup, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,19 @@ class RunContext:
         """Prompts without any grade that end the run: half of a usual step's, at least two."""
         return max(2, self.config.fresh_groups // 2)
 
+    def sampling(self, *, max_tokens: int, seed: int) -> SamplingSettings:
+        """Return the settings with which rollouts are sampled."""
+        rollout = self.config.rollout
+        return SamplingSettings(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_tokens=max_tokens,
+            seed=seed,
+            top_k=rollout.top_k or 0,
+            min_p=rollout.min_p,
+            returns_masks=rollout.removes_tokens,
+        )
+
     def pack(
         self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()
     ) -> RolloutBatch:
@@ -46,12 +59,12 @@ class RunContext:
 class RolloutSource(Protocol):
     """Source of the rollout batches that are trained; every rank calls it in the same order.
 
-    `EngineSource` generates whole responses, `RemoteSource` lets engines on ranks of their own
-    generate them while a step is trained, `PartialRolloutSource` continues them window by window
-    while the weights change, `OfflineSource` reads them from files, and `DemonstrationSource` takes
-    given answers. A new way of generating is a class with these methods, chosen in
-    `trainer/build.py`. Conversations with environments are responses of `EngineSource` that have
-    observed tokens.
+    `EngineSource` generates whole responses, and `PartialRolloutSource` continues them window by
+    window while the weights change; `RemoteSource` and `RemotePartialSource` let engines on ranks
+    of their own do the same while a step is trained. `OfflineSource` reads them from files, and
+    `DemonstrationSource` takes given answers. A new way of generating is a class with these
+    methods, chosen in `trainer/build.py`. Conversations with environments are responses of
+    `EngineSource` and `RemoteSource` that have observed tokens.
     """
 
     @property
@@ -75,12 +88,12 @@ class RolloutSource(Protocol):
         """Let engines on ranks of their own generate for `step`, if they have its weights."""
         return
 
-    def collect(self, step: int) -> list[RolloutBatch]:
-        """Return batches for later steps that were generated while `step` was trained.
+    def collect(self, step: int) -> list[RolloutBatch] | None:
+        """Return batches that were generated while `step` was trained; None if none were.
 
         They go through `score` like those of `generate`.
         """
-        return []
+        return None
 
     def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
         """Return the batches that this step adds to the buffer, with behavior log-probs.

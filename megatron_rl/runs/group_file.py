@@ -21,6 +21,7 @@ from megatron_rl.types import (
     RemoteRow,
     Response,
     Rollout,
+    no_ids,
 )
 
 # Fields of a group, repeated in each of its rows; float64 stores a Python float exactly.
@@ -36,6 +37,8 @@ SCHEMA = pa.schema(
         "sample_index": pa.int64(),
         "token_ids": pa.list_(pa.int32()),
         "rollout_logprobs": pa.list_(pa.float32()),
+        "mask_ids": pa.list_(pa.int32()),
+        "mask_counts": pa.list_(pa.int32()),
         "text": pa.string(),
         "finish_reason": pa.string(),
         "weight_version": pa.int64(),
@@ -63,6 +66,8 @@ def write_groups(
             "sample_index": rollout.response.sample_index,
             "token_ids": np.asarray(rollout.response.token_ids, np.int32),
             "rollout_logprobs": np.asarray(rollout.response.rollout_logprobs, np.float32),
+            "mask_ids": np.asarray(rollout.response.mask_ids, np.int32),
+            "mask_counts": np.asarray(rollout.response.mask_counts, np.int32),
             "text": rollout.response.text,
             "finish_reason": rollout.response.finish_reason,
             "weight_version": rollout.response.weight_version,
@@ -115,15 +120,18 @@ def read_groups(file: Path, *, rank: int = 0, world_size: int = 1) -> list[Promp
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
         for batch in parquet.iter_batches(ROWS_AT_ONCE):
-            rows: list[dict[str, Any]] = batch.drop_columns(list(ARRAYS)).to_pylist()
-            for name, kind in ARRAYS.items():
+            # an earlier release wrote no sampling masks
+            arrays = {name: kind for name, kind in ARRAYS.items() if name in batch.schema.names}
+            rows: list[dict[str, Any]] = batch.drop_columns(list(arrays)).to_pylist()
+            for name, kind in arrays.items():
                 for row, value in zip(rows, batch[name], strict=True):
                     row[name] = None if not value.is_valid else value.values.to_numpy().astype(kind)
             yield from rows
 
 
 def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
-    lengths = {name: RemoteRow(len(row[name])) for name in ARRAYS if row[name] is not None}
+    known = {name: row[name] for name in ARRAYS if row.get(name) is not None}
+    lengths = {name: RemoteRow(len(value)) for name, value in known.items()}
     return {**row, **lengths, "text": "", "messages": "[]"}
 
 
@@ -156,6 +164,8 @@ def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
         sample_index=row["sample_index"],
         token_ids=row["token_ids"],
         rollout_logprobs=row["rollout_logprobs"],
+        mask_ids=row.get("mask_ids", no_ids()),
+        mask_counts=row.get("mask_counts", no_ids()),
         text=row["text"],
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],

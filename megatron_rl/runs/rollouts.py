@@ -84,6 +84,10 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "rollout_logprobs": column(_engine_logprobs, pa.list_(pa.float32())),
         }
     )
+    if any(len(rollout.response.mask_counts) for rollout in rollouts):
+        for name in MASKS:
+            values = [getattr(rollout.response, name) for rollout in rollouts]
+            table = table.append_column(name, pa.array(values, pa.list_(pa.int32())))
     if any(rollout.response.messages for rollout in rollouts):
         table = table.append_column(OBSERVED, column(_observed_ranges, RANGES))
         table = table.append_column(
@@ -102,6 +106,9 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
     return table.append_column("rewards", column(lambda r: r.grade_result.rewards or None, kind))
 
 
+# Only where the sampler removed tokens: the ids that it kept when it drew each token, one token
+# after the other, and the number of each token's.
+MASKS = ("mask_ids", "mask_counts")
 # Columns of conversations: the ranges of token_ids that an environment wrote, while rollout and
 # behavior log-probs are of the other tokens only; the places in token_ids from which an observation
 # replaces everything before it; the messages after those of the prompt; and the rewards of turns.

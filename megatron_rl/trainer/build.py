@@ -1,5 +1,6 @@
 """Builds a trainer and all its parts from a config."""
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
-from megatron_rl.engine.remote import RemoteEngine
+from megatron_rl.engine.remote import RemoteEngine, build_resharder
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -34,7 +35,7 @@ from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.resharding.push import EnginesElsewhere, LocalWeights, Resharder
+from megatron_rl.resharding.push import EnginesElsewhere
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
@@ -50,7 +51,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
-from megatron_rl.rollouts.remote_source import RemoteSource
+from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
@@ -67,13 +68,18 @@ from megatron_rl.trainer.actor_settings import (
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.engine_ranks import actor_topology, serve
+from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.startup import choose_verifier, fix_date, open_conversations
+from megatron_rl.trainer.startup import (
+    choose_verifier,
+    fix_date,
+    open_conversations,
+    open_elsewhere,
+)
 from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
 from megatron_rl.types import Prompt
 
@@ -117,12 +123,17 @@ def _generate(
     progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
     link.on_wait, progress.also = progress.count, link.advance
     console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    _, config = link.next_order()
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
-    with (
-        share_prompt_sets(config, shape, folder, echo=console.echo) as prompts,
-        build_verifiers(config, topology, directory) as pool,
-    ):
+    with contextlib.ExitStack() as stack:
+        _, config = link.next_order()
+        opened = open_conversations(config, topology, echo=log, journals=directory.answers)
+        config, conversations = stack.enter_context(opened)
+        link.post(config)
+        _, reward = link.next_order()
+        config = config.model_copy(update={"reward": reward})
+        prompts = stack.enter_context(share_prompt_sets(config, shape, folder, echo=console.echo))
+        pool = stack.enter_context(build_verifiers(config, topology, directory))
         _start_verifiers(pool, prompts.training[0], config)
         hooks = EngineHooks(on_step=progress.count, should_stop=link.is_over)
         engine = build_engine(config, topology, hooks=hooks, link=link)
@@ -135,9 +146,11 @@ def _generate(
         recorder = cast(Recorder, None)  # the trainers record
         serve(
             link,
-            EngineSource(run, engine, grader, prompts, BehaviorLogprobs()),
-            Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
-            weights=LocalWeights(shape, actor_topology(config, link, topology), {}),
+            PartialRolloutSource(run, engine, grader, prompts, BehaviorLogprobs())
+            if config.lag.partial_rollouts is not None
+            else EngineSource(run, engine, grader, prompts, BehaviorLogprobs(), conversations),
+            Evaluator(config, engine, grader, prompts.evaluation, recorder, console, conversations),
+            weights=WeightsElsewhere(shape, actor_topology(config, link, topology), config.lora),
             interruption=interruption,
         )
 
@@ -166,7 +179,9 @@ def _train(
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
-    opened = open_conversations(config, topology, echo=log, journals=directory.answers)
+    opened = open_elsewhere(config, link) if link else open_conversations(
+        config, topology, echo=log, journals=directory.answers
+    )  # fmt: skip
     with (
         opened as (shown, conversations),
         share_prompt_sets(shown, shape, directory.prompts, echo=console.echo) as prompts,
@@ -175,7 +190,7 @@ def _train(
             console.echo(line)
         config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         if link is not None:
-            link.order("config", config)
+            link.order("reward", config.reward)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(
@@ -327,12 +342,16 @@ def _build_source(
         first, settings = link.trainers, config.rollout
         layout = EngineLayout(settings.tensor, link.engines, settings.expert_parallel, first)
         receiver = EnginesElsewhere(layout, compute_dtype(config, run.actor.topology))
-        ranks = _ranks_per_node(run.actor.topology)
-        remote = RemoteEngine(link, Resharder(receiver, config.resharding, ranks, link))
+        resharder = build_resharder(
+            receiver, config.resharding, ranks_per_node=_ranks_per_node(run.actor.topology),
+            link=link, adapters=build_adapter_settings(config) is not None,
+        )  # fmt: skip
+        remote = RemoteEngine(link, receiver, resharder)
         start.ended("vllm")
-        return cast(RolloutEngine, remote), RemoteSource(
-            run, link, remote, prompts.training, behavior
-        )
+        engine = cast(RolloutEngine, remote)
+        if config.lag.partial_rollouts is not None:
+            return engine, RemotePartialSource(run, engine, grader, prompts, behavior, link=link)
+        return engine, RemoteSource(run, link, remote, prompts.training, behavior)
     if config.offline.rollouts is not None:
         rollouts = OfflineRollouts.load(config, run.console.echo)
         start.ended("rollouts")

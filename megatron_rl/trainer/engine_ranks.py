@@ -1,31 +1,60 @@
 """The program of ranks that only generate: it executes the orders of the ranks that train.
 
-    config            the config with everything that the trainers resolved; the first order
+    start             start the environments of a config; the result shows their tools in prompts
+    reward            the verifier that the trainers have chosen, after which vLLM starts
     weights           take part in a weight sync
     responses         generate, for the comparison of the engine with the actor
     rollouts          generate and grade the rollouts of one step
+    resume            take the unfinished responses of a checkpoint, which come as a value
+    window            generate one window of unfinished responses, and grade those that it completes
+    drop caches       recompute the KV caches of unfinished responses
     evaluate          generate and grade the rollouts of an evaluation set
     interrupted, end  exit
 
-Engines have no state but the weights between two orders: a resumed run needs none of it.
+Between two orders engines have their weights and, of partial rollouts, what the trainers have too.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.actor.lora import push_sources
 from megatron_rl.config import Config
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import GenerationStopped
-from megatron_rl.resharding.push import WeightSource
+from megatron_rl.engine.remote import share_rollouts
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.resharding.adapted import LocalWeight
+from megatron_rl.resharding.push import LocalWeights, WeightSource
 from megatron_rl.rollouts.engine_source import EngineSource
-from megatron_rl.rollouts.remote_source import flatten
+from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
+from megatron_rl.rollouts.remote_source import flatten, generate_window
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.trainer.evaluation import Evaluator
 
 
+@dataclass(frozen=True)
+class WeightsElsewhere:
+    """The trainers' weights as an engine rank sees them: it has none of them."""
+
+    shape: ModelShape
+    topology: Topology
+    lora: LoraSection | None
+
+    def named_parameters_local(self) -> Mapping[str, LocalWeight]:
+        """Return no parameters."""
+        return {}
+
+    def push_sources(self) -> tuple[LocalWeights, LocalWeights]:
+        """Return the model's weights and those of the adapters, none of which are here."""
+        return push_sources((), self.lora, shape=self.shape, topology=self.topology)
+
+
 def serve(
     link: Link,
-    source: EngineSource,
+    source: EngineSource | PartialRolloutSource,
     evaluator: Evaluator,
     *,
     weights: WeightSource,
@@ -37,7 +66,7 @@ def serve(
     from the first rollouts on. Collective over the ranks that generate.
     """
     while (order := link.next_order())[0] != "end":
-        if order[0] == "rollouts":
+        if order[0] in ("rollouts", "window"):
             interruption.defer()  # as the trainers have done before
         elif order[0] == "interrupted":
             interruption.ignore_further_signals()
@@ -69,7 +98,7 @@ def actor_topology(config: Config, link: Link, topology: Topology) -> Topology:
 def _execute(
     order: tuple[Any, ...],
     link: Link,
-    source: EngineSource,
+    source: EngineSource | PartialRolloutSource,
     evaluator: Evaluator,
     weights: WeightSource,
 ) -> None:
@@ -83,7 +112,19 @@ def _execute(
         case "responses":
             prompts, samples, sampling = arguments
             link.post(engine.generate(prompts, samples=samples, sampling=sampling))
+        case "resume":
+            assert isinstance(source, PartialRolloutSource)
+            source.insert(arguments[0], share_rollouts(link.take()))
+        case "window":
+            assert isinstance(source, PartialRolloutSource)
+            clock.reset()
+            with clock.phase("rollout"):
+                filled = [generate_window(source, *arguments)]
+            link.post(flatten(filled, {}, seconds=clock.seconds["rollout"]))
+        case "drop caches":
+            engine.drop_caches()
         case "rollouts":
+            assert isinstance(source, EngineSource)
             step, parts, spare = arguments
             clock.reset()
             filled = source.fill(parts, spare, step)
@@ -91,7 +132,7 @@ def _execute(
             link.post(flatten(filled, source.pop_costs(), seconds=seconds))
         case "evaluate":
             with clock.phase("eval"):
-                rollouts = evaluator.generate(arguments[0])
+                rollouts = evaluator.generate(*arguments)
                 evaluator.grader.check(prompts=2)
             link.post(rollouts)
         case _:

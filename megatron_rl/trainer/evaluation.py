@@ -168,8 +168,6 @@ class Evaluator:
         `eval/<set>/avg@k` and so on, in [0, 1], nan if there is no such score; also the fractions
         of `describe_responses` and the mean response length.
         """
-        if self.conversations is not None:
-            self.conversations.record(f"eval_{step:06d}")
         metrics: dict[str, float] = {}
         by_name: dict[str, list[float]] = {}
         for name in self.sets:
@@ -205,12 +203,14 @@ class Evaluator:
 
     def answer(self, name: str, step: int) -> list[Rollout]:
         """Generate, grade and record responses to a set, problem after problem."""
-        rollouts = self.generate(name)
+        rollouts = self.generate(name, step)
         self.recorder.record_evaluation(name, step, rollouts)
         return rollouts
 
-    def generate(self, name: str) -> list[Rollout]:
+    def generate(self, name: str, step: int) -> list[Rollout]:
         """Generate and grade responses to a set."""
+        if self.conversations is not None:
+            self.conversations.record(f"eval_{step:06d}")
         settings, prompts = self.config.eval, self.sets[name]
         with self.console.progress(f"eval {name}") as advance:
             responses = self.engine.generate(
@@ -243,20 +243,20 @@ class RemoteEvaluator(Evaluator):
 
     def start_if_due(self, step: int) -> None:
         if self.is_due(step):
-            self._start()
+            self._start(step)
 
-    def _start(self) -> None:
+    def _start(self, step: int) -> None:
         for name in self.sets:
-            self.remote.link.order("evaluate", name)
+            self.remote.link.order("evaluate", name, step)
         self._is_started = True
 
     def evaluate(self, step: int) -> dict[str, float]:
         if not self._is_started:  # before the first step
-            self._start()
+            self._start(step)
         self._is_started = False
         return super().evaluate(step)
 
-    def generate(self, name: str) -> list[Rollout]:
+    def generate(self, name: str, step: int) -> list[Rollout]:
         return self.remote.evaluated()
 
 

@@ -112,9 +112,9 @@ class Trainer:
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
 
-    def keep(self, step_progress: StepProgress, later: list[RolloutBatch]) -> None:
+    def keep(self, step_progress: StepProgress, later: list[RolloutBatch] | None) -> None:
         """Score and insert batches that were generated during a step, as if it had been before."""
-        if not later:
+        if later is None:
             return
         fresh = self.source.score(step_progress.step, later)
         with self.clock.phase("record"):

@@ -14,6 +14,7 @@ from megatron_rl.distributed.agreement import (
     run_on_rank_0,
     sync_errors_across_ranks,
 )
+from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings
 from megatron_rl.environments.interface import BrokenEnvironmentError
@@ -71,6 +72,19 @@ def open_conversations(
                 journals=journals,
             ),
         )
+
+
+@contextlib.contextmanager
+def open_elsewhere(
+    config: Config, link: Link
+) -> Iterator[tuple[Config, ConversationSettings | None]]:
+    """Let engines on ranks of their own start the environments, which end with them. Collective.
+
+    Yields the config whose chat template shows the environment's tools; the engines alone have the
+    settings of conversations.
+    """
+    link.order("start", config)
+    yield gather_from_ranks(link.take())[0], None
 
 
 def choose_verifier(

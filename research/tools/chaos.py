@@ -1,7 +1,7 @@
 """Fault tolerance: runs with injected faults must end exactly like an undisturbed run.
 
     PYTHONPATH=. OMP_NUM_THREADS=1 python -m research.tools.chaos [--kills 50] [--minutes 10]
-        [--parts kills signals damage goodput] [--seed 0] [--output FOLDER]
+        [--parts kills hangs signals damage goodput] [--seed 0] [--output FOLDER]
         [--set "lora={rank: 8, alpha: 16}" optimizer.learning_rate=8e-4]
 
 Trains the quickstart's model with two processes, vLLM and a few responses. The real launcher is
@@ -10,6 +10,7 @@ first. Each part then uses its own run directory and restarts the command after 
 run has finished:
 
 kills     SIGKILL of one or both ranks, at times drawn from --seed
+hangs     SIGSTOP of one rank, at times drawn from --seed, until the watchdog ends the run
 signals   SIGTERM to the launcher, one to three times, seconds apart, at the start of each phase
 damage    between two starts the newest checkpoint is truncated, loses a file, has one bit flipped,
           contains another's files, is half deleted, or belongs to another run
@@ -44,7 +45,13 @@ import pyarrow.parquet as pq
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
-from research.tools.chaos_faults import DAMAGE, count_made, interrupt_in_phase, kill_after
+from research.tools.chaos_faults import (
+    DAMAGE,
+    count_made,
+    interrupt_in_phase,
+    kill_after,
+    stop_after,
+)
 from tests.functional.faults.runs import run as run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +177,25 @@ def kill_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -
         victims, rank = random_.choice(["one", "both"]), random_.randrange(RANKS)
         run.resume(partial(kill_after, seconds, victims, file), rank=rank)
         if not run.ended:
-            run.faults[f"SIGKILL of {victims} rank{'s' * (victims == 'both')}"] += 1
+            name = f"rank {rank}" if victims == "one" else "both ranks"
+            run.faults[f"SIGKILL of {name}"] += 1
+    while not run.ended and run.starts < 1000 and not run.problems:
+        run.resume(partial(count_made, file))
+
+
+def hang_at(run: Run, moments: Iterable[float], *, seed: int, deadline: float) -> None:
+    """Stop a rank at each time after a start, which must be named, then run to the end."""
+    random_, file = random.Random(seed), run.folder.with_suffix(".made")
+    for seconds in moments:
+        if run.ended or time.monotonic() > deadline:
+            break
+        rank = random_.randrange(RANKS)
+        status = run.resume(partial(stop_after, seconds, file), rank=rank)
+        if not run.ended:
+            run.faults[f"SIGSTOP of rank {rank}, status {status}"] += 1
+            printed = run.folder.with_suffix(".txt").read_text(encoding="utf-8")
+            if f"rank {rank} is stopped" not in printed.rpartition("\n-- status")[0][-3000:]:
+                run.problems.append(f"stopped rank {rank} is not named: {printed[-1500:]}")
     while not run.ended and run.starts < 1000 and not run.problems:
         run.resume(partial(count_made, file))
 
@@ -237,6 +262,9 @@ def run_part(part: str, whole: Run, args: argparse.Namespace, *, deadline: float
         random_ = random.Random(f"moments {args.seed}")
         latest = args.latest or whole.seconds / 2
         drawn = [random_.uniform(0, latest) for _ in range(args.kills)]
+        if part == "hangs":
+            hang_at(run, drawn, seed=args.seed, deadline=deadline)
+            return run
         moments = drawn if part == "kills" else [args.every] * 1000
         kill_at(run, moments, seed=args.seed, deadline=deadline)
     return run

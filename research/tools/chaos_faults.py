@@ -48,6 +48,15 @@ def kill_after(seconds: float, victims: str, file: Path, *, is_mine: bool) -> No
         timer.start()
 
 
+def stop_after(seconds: float, file: Path, *, is_mine: bool) -> None:
+    """Send SIGSTOP to this rank, some seconds after the start."""
+    count_made(file, is_mine=is_mine)
+    if is_mine:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGSTOP))
+        timer.daemon = True
+        timer.start()
+
+
 def interrupt_in_phase(phase: str, step: int, times: int, file: Path, *, is_mine: bool) -> None:
     """Send SIGTERM to the launcher when rank 0 starts a phase, and again seconds later."""
     from megatron_rl.telemetry.metrics import PhaseClock

@@ -25,7 +25,7 @@ SHORT = (
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
-    "advantage.credit=turn",
+    "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
 )  # fmt: skip
 ALL = (
     "lag.batches=1", "replay={capacity: 3, fresh: 0.5}", "dynamic_sampling.rounds=1",
@@ -33,6 +33,7 @@ ALL = (
     "trainer.self_test_every=1",
 )  # fmt: skip
 RESTARTS = ("environment.name=tests.functional.talking:RestartLedger", "environment.max_rewrites=2")
+QUEUE = ("lag.batches=1", *RESTARTS)
 # Agents that change the history at each of their three turns.
 AGENTS = ("environment.name=tests.functional.talking:Forgetful", "environment.max_turns=4",
           "environment.on_error=zero", "data.columns={prompt: question, answer: answer}",
@@ -44,6 +45,7 @@ RUNS = {
     "asked": (),
     "split": RESTARTS,
     "split_asked": RESTARTS,
+    "queue": QUEUE,
     "all": (*ALL, *RESTARTS),
     "all_killed": (*ALL, *RESTARTS),
     "agents": (*AGENTS, "environment.max_rewrites=2"),
@@ -138,6 +140,6 @@ def run_offline(folder):
     settings = [
         *(one for one in arguments(folder, "offline") if not one.startswith("environment")),
         "environment=null", f"offline.rollouts={folder}/split", "eval.sets={}",
-        "rollout.max_response_tokens=96",
+        "rollout.max_response_tokens=96", "rollout.top_k=null", "rollout.min_p=0",
     ]  # fmt: skip
     build.run_training(load_config(CONFIG, settings), rank=0, world_size=1)

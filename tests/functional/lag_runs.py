@@ -37,18 +37,19 @@ KEEP, RECOMPUTE = (
     "lag.partial_rollouts=16",
     "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
 )
+MASKED = ("rollout.top_k=8", "rollout.top_p=0.98")  # the sampler removes tokens
 ADAPTERS = "lora={rank: 8, alpha: 16, push: adapters}"
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 DRAWN = ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}")
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
-    "mixed": (*DRAWN, "replay={capacity: 3, fresh: 0.5}",
+    "mixed": (*DRAWN, *MASKED, "replay={capacity: 3, fresh: 0.5}",
               "trainer.self_test_every=2"),
-    "apart": (*DRAWN, "replay={capacity: 3, fresh: 0.5}"),
+    "apart": (*DRAWN, *MASKED, "replay={capacity: 3, fresh: 0.5}"),
     "traced_killed": ("lag.policy=research.lag_policies:TraceLag",
                       "lag.settings={file: FOLDER/mixed/schedule.jsonl}",
-                      "replay={capacity: 3, fresh: 0.5}"),
+                      *MASKED, "replay={capacity: 3, fresh: 0.5}"),
     "engine": (ENGINE,),
     "skipped": (ENGINE,),  # pushes by hand
     "every_second": (ENGINE, "lag.sync_weights_every=2"),
@@ -59,8 +60,8 @@ RUNS = {
     "keep_killed": (ENGINE, KEEP, *EVEN),
     "adapters": (ENGINE, KEEP, ADAPTERS, *EVEN),
     "adapters_killed": (ENGINE, KEEP, ADAPTERS, *EVEN),
-    "recompute": (RECOMPUTE,),
-    "recompute_killed": (RECOMPUTE,),
+    "recompute": (RECOMPUTE, *MASKED),
+    "recompute_killed": (RECOMPUTE, *MASKED),
     "decoupled": (ONE, ENGINE, "objective.name=icepop",
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
@@ -94,6 +95,7 @@ class SharedParts:
         kind, lora = ("engine", []) if config.lora is None else ("adapters", [ADAPTERS])
         if kind not in self.made:
             first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *lora]
+            first += () if lora else MASKED  # runs that remove no tokens may use it too
             self.made[kind] = self._engine(load_config(CONFIG, [*PLACES, *SHORT, *first]), topology)
         engine = self.made[kind]
         engine.drop_caches()

@@ -19,7 +19,7 @@ SETTINGS = (
     "rollout.max_response_tokens=24", "trainer.epochs=2", "trainer.minibatches=2",
     "trainer.checkpoint_every=1", "trainer.self_test_every=1", "parallel.context=1", "eval.sets={}",
     "logging.tensorboard=false", "optimizer.decay=constant", "optimizer.learning_rate=1.0e-2",
-    "optimizer.warmup_steps=0", "run.resume=auto",
+    "optimizer.warmup_steps=0", "run.resume=auto", "rollout.top_k=20", "rollout.top_p=0.9",
 )  # fmt: skip
 ENDS = {"killed": 0, "interrupted": 2}  # updates of the second step that are done
 

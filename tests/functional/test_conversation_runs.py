@@ -22,7 +22,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.seeds import derive_seed
 from tests.functional import conversation_runs
-from tests.functional.conversation_runs import CONFIG, PROMPTS, SAMPLES, arguments
+from tests.functional.conversation_runs import CONFIG, PROMPTS, QUEUE, SAMPLES, arguments
 from tests.functional.tiny_runs import start_training
 from tests.ranks import start_process
 from tests.running import assert_end
@@ -160,12 +160,19 @@ def wait_until(condition, process):
         time.sleep(0.02)
 
 
-def test_run_killed_while_generating_repeats_no_side_effect(runs):
+@pytest.mark.parametrize(
+    ("name", "overrides", "same", "slots"),
+    [
+        ("killed", (), "whole", 2),
+        # Rollouts of step 3, which engines on ranks of their own generate during step 2.
+        ("apart", (*QUEUE, "parallel.engine_ranks=1"), "queue", 3),
+    ],
+)
+def test_run_killed_while_generating_repeats_no_side_effect(runs, name, overrides, same, slots):
     """Killed in step 2 when half of the conversations are over and half wait for an answer."""
-    name = "killed"
-    settings = arguments(runs, name)
+    settings = arguments(runs, name, *overrides)
     folder = runs / f"{name}_notes"
-    seed = derive_seed(load_config(CONFIG, settings).seed, "rollout", 2)
+    seed = derive_seed(load_config(CONFIG, settings).seed, "rollout", slots)
     seeds = [derive_seed(seed, "environment", n) for n in range(3 * PROMPTS)]
     (folder / "hold").write_text(json.dumps(seeds[::2]))
     process = start_training(*settings, config=CONFIG, places=())
@@ -188,7 +195,7 @@ def test_run_killed_while_generating_repeats_no_side_effect(runs):
     (folder / "hold").unlink()
     again = start_training(*settings, config=CONFIG, places=())
     assert again.wait(timeout=300) == 0, again.read()
-    assert_same(runs / name, runs / "whole")
-    assert made(runs, name) == made(runs, "whole")
+    assert_same(runs / name, runs / same)
+    assert made(runs, name) == made(runs, same)
     assert calls < made(runs, name).total()
     assert [file for file in (runs / name / "answers").rglob("*") if file.is_file()] == []

@@ -11,26 +11,40 @@ import pytest
 
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.interruption import INTERRUPTED
-from tests.functional.tiny_runs import CUT, TASK, make_task, start_training
+from tests.functional.faults import runs
+from tests.functional.routing_runs import make_model
+from tests.functional.tiny_runs import TASK, make_task, start_training, training_arguments
+from tests.ranks import start_process
 
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=4",
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=2",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
-         "logging.traced_responses=8", *CUT)  # fmt: skip
+         "logging.traced_responses=8")  # fmt: skip
 EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
-TWO = ("parallel.tensor=2", "rollout.tensor=2")
+WINDOWS = "lag.partial_rollouts={every_tokens: 16, cache: %s}"
 CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 1": (("lag.batches=1",), 1),
-    "lag 1, LoRA": (("lag.batches=1", "lora={rank: 8, alpha: 16}"), 1),
-    "lag 2, engine's log-probs, 2 + 2 ranks": (("lag.batches=2", "behavior=engine", *TWO), 2),
-    "lag 3, evaluated, replay, every second sync": (
+    "lag 2, engine's log-probs, LoRA": (
+        ("lag.batches=2", "behavior=engine", "lora={rank: 8, alpha: 16}"), 1),
+    "drawn lags, adapters alone, 1 + 2 ranks": (
+        ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}",
+         "lora={rank: 8, alpha: 16, push: adapters}"), 2),
+    "short groups first, replay": (
+        ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
+         "replay={capacity: 2, fresh: 0.5}"), 1),
+    "lag 1, windows of responses": (("lag.batches=1", WINDOWS % "recompute"), 1),
+    "lag 3, evaluated, replay, every second sync, top-p": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
+         "rollout.top_k=8", "rollout.top_p=0.98",
          *EVALUATED), 1),
     "lag 1, dynamic sampling, data-parallel, 2 + 1 ranks": (
         ("lag.batches=1", "dynamic_sampling.rounds=2", "parallel.data=2",
          "trainer.self_test_every=2"), 1),
+    "lag 2, windows that keep their cache, evaluated": (
+        ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep", *EVALUATED), 1),
 }  # fmt: skip
+KILLED = {"lag 2, windows that keep their cache, evaluated"}  # in step 4, and resumed after step 2
 # What depends on time, on the number of ranks, or on who computes.
 OF_TIME = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 
@@ -70,7 +84,9 @@ def task():
     make_task()
 
 
-SLOW = ("lag 1", "lag 1, LoRA")  # the first is contained in that with dynamic sampling
+# Each of their settings is in another case too, but the order of short groups.
+SLOW = ("lag 1", "lag 2, engine's log-probs, LoRA", "short groups first, replay",
+        "lag 1, windows of responses")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -79,9 +95,30 @@ SLOW = ("lag 1", "lag 1, LoRA")  # the first is contained in that with dynamic s
 def test_run_equals_that_on_shared_ranks(case, tmp_path):
     settings, engine_ranks = CASES[case]
     shared = train_once(tmp_path, "shared", *settings)
-    apart = train_once(tmp_path, "apart", *settings, f"parallel.engine_ranks={engine_ranks}")
+    settings = (*settings, f"parallel.engine_ranks={engine_ranks}")
+    if case in KILLED:
+        process = start_training(*SHORT, f"run.dir={tmp_path}", "run.name=apart", *settings)
+        wait_for_row(process, tmp_path / "apart", 3)
+        ranks_of(process)[1].kill()
+        assert process.wait(timeout=300) == 128 + signal.SIGKILL, process.read()
+    apart = train_once(tmp_path, "apart", *settings)
     assert_equal(shared, apart)
     assert [row["step"] for row in read_metrics(apart)] == list(range(5))
+
+
+@pytest.mark.slow
+def test_experts_over_six_ranks_equal_those_on_four_shared_ranks(tmp_path):
+    """Tensor, pipeline and expert parallel trainers; an engine of two ranks; windows."""
+    process = start_process(make_model, tmp_path / "moe")
+    process.join()
+    settings = (
+        f"model.path={tmp_path}/moe", "reward.verifier=tests.functional.sums:parity",
+        "rollout.max_response_tokens=24", "trainer.steps=2", "lag.batches=1",
+        WINDOWS % "recompute", "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2",
+        "parallel.expert_tensor=1", "rollout.tensor=2",
+    )  # fmt: skip
+    shared = train_once(tmp_path, "shared", *settings)
+    assert_equal(shared, train_once(tmp_path, "apart", *settings, "parallel.engine_ranks=2"))
 
 
 def wait_for_row(process, run, step):
@@ -98,7 +135,7 @@ def ranks_of(process):
 
 def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
     settings = ("lag.batches=2", "parallel.engine_ranks=1", "run.resume=auto",
-                "trainer.checkpoint_every=1", "trainer.steps=8", *EVALUATED)  # fmt: skip
+                "trainer.checkpoint_every=1", "trainer.steps=10", *EVALUATED)  # fmt: skip
     whole = train_once(tmp_path, "whole", *settings)
     run = tmp_path / "resumed"
     again = (*SHORT, f"run.dir={tmp_path}", "run.name=resumed", *settings)
@@ -115,6 +152,20 @@ def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
         ranks_of(process)[rank].kill()
         assert process.wait(timeout=300) == 128 + signal.SIGKILL, side
         assert f"rank {rank} was killed by signal 9" in process.read()
+
+    answer = tmp_path / "answer.json"
+    requests = [
+        {"fault": name, "rank": rank, "arguments": training_arguments(*again)}
+        for name, rank in (("damage_a_push", 0), ("run_out_of_memory", 1))
+    ]
+    process = start_process(runs.run_all, requests, str(answer))
+    process.join(timeout=600)
+    damaged, full = json.loads(answer.read_text())
+    for ended in (damaged, full):
+        assert ended["status"] == 1 and ended["left"] == [], ended["output"]
+    assert "checksums differ after the transfer for" in damaged["output"]
+    assert "rank 1: OutOfMemoryError: generating with vLLM" in full["output"], full["output"]
+    assert "CUDA out of memory. Tried to allocate" in full["output"]
 
     process = start_training(*again)
     assert process.wait(timeout=600) == 0, process.read()

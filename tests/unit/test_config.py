@@ -77,7 +77,22 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             "rollout.prompts_per_step=10 cannot be split into",
         ),
         (MINIMAL, ["optimizer.min_learning_rate=1"], "min_learning_rate is above"),
-        (MINIMAL, ["rollout.top_p=0.9"], "rollout.top_p: unknown key"),
+        (
+            MINIMAL,
+            ["rollout.top_p=0.9", "rollout.min_p=0.1"],
+            "rollout.top_p=0.9 and rollout.min_p=0.1 needs rollout.top_k, which bounds",
+        ),
+        (MINIMAL, ["rollout.top_k=1"], "rollout.top_k=1: must be at least 2"),
+        (
+            MINIMAL,
+            ["rollout.top_k=9", "objective={name: grpo, kl: {coefficient: 1, estimator: jsd}}"],
+            "rollout.top_k=9 cannot be combined with a divergence over the whole vocabulary",
+        ),
+        (
+            MINIMAL,
+            ["rollout.top_k=9", "offline.rollouts=x"],
+            "rollout.top_k=9: no effect with offline.rollouts, whose files have the tokens",
+        ),
         (
             MINIMAL,
             ["advantage.estimator=leave_one_out", "advantage.std=none"],
@@ -133,23 +148,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             MINIMAL,
             ["eval.sets={a: b}", "eval.every=5", "lag.sync_weights_every=2"],
             "eval.every=5: the engine gets the current weights only every lag.sync_weights_every=2",
-        ),
-        *(
-            (
-                MINIMAL,
-                ["parallel.engine_ranks=2", "lag.batches=1", setting],
-                f"parallel.engine_ranks=2 cannot be combined with {name}",
-            )
-            for name, setting in {
-                "environment": "environment={name: 'a:b', max_context_tokens: 99}",
-                "lora.push=adapters": "lora={rank: 8, push: adapters}",
-                "model.routing_replay": "model.routing_replay=behavior",
-            }.items()
-        ),
-        (
-            MINIMAL,
-            ["parallel.engine_ranks=2", "lag.policy=a:B"],
-            "parallel.engine_ranks=2 cannot be combined with lag.policy=a:B, whose choice may",
         ),
         (
             MINIMAL,
@@ -527,7 +525,10 @@ def test_objective_is_name_or_mapping(tmp_path):
             "as {low: 0.0007, high: 0.00095}; or give a new one as {kind: ...} of ppo_clip",
         ),
         ("objective.constraint=null", "objective.constraint is None: give its keys"),
-        ("objective.kl=0.1", "objective.kl is 0.1: give its keys (coefficient, estimator), as"),
+        (
+            "objective.kl=0.1",
+            "objective.kl is 0.1: give its keys (coefficient, estimator, weighted)",
+        ),
         ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
         ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),
         ("lag.partial_rollouts=x", "lag.partial_rollouts='x': must be a number of tokens, at l"),

@@ -26,7 +26,7 @@ from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
-from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
+from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout, SamplingMask
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
 GIB, MIB, TERA = 2**30, 2**20, 10**12
@@ -238,6 +238,11 @@ def _minibatch(
         sequence_parallel=actor.sequence_parallel,
         gemm_tokens=actor.settings.gemm_tokens,
     )
+    if config.rollout.top_k is not None:
+        for pack in minibatch.micro_batches:
+            counts = torch.full_like(pack.tokens, config.rollout.top_k, dtype=torch.int32)
+            ids = torch.zeros(int(counts.sum()), dtype=torch.int32)
+            pack.sampling_mask = SamplingMask(ids, counts)
     return minibatch
 
 

@@ -2,7 +2,8 @@
 
 Three moments are compared with a device's memory: training (the dry run's peak next to a sleeping
 engine), the weight push (the engine's weights next to the actor's) and generating (the engine's
-share next to the actor's weights). The engine itself must also fit in its share.
+share next to the actor's weights). The engine itself must also fit in its share. With
+`parallel.engine_ranks` actor and engine have devices of their own, so neither counts the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.token_rows import PIECE_BYTES
 from megatron_rl.models.adapters import count_adapter_parameters, slot_elements
 from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.objectives import build_objective
+from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.resharding.layouts import EngineLayout, largest_module
 from megatron_rl.trainer.actor_settings import build_adapter_settings
@@ -37,8 +40,10 @@ COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve cove
 RESERVED_COMMUNICATORS = 4
 PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
 COLUMN = 4  # bytes of a token id, and of a log-prob
+KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
+SENDING = "sending weights"  # to engines on ranks of their own
 HOST = "a process on the host"
 
 
@@ -96,43 +101,47 @@ def moments(
     the responses that it receives.
     """
     weights, keys = _engine_bytes(config, dry_run)
-    slots = slot_bytes(config)
-    asleep = sum(dry_run.asleep.values())
+    slots, is_shared = slot_bytes(config), config.parallel.engine_ranks is None
+    asleep = {"the actor asleep": sum(dry_run.asleep.values())} if is_shared else {}
     phase = max(dry_run.phases, key=lambda name: dry_run.phases[name].peak)
     training = {
         f"the actor's peak, {phase}": dry_run.peak,
         "prepared packs": prepared_bytes(config, dry_run),
-        "a sleeping engine": ENGINE_ASLEEP,
+        **({"a sleeping engine": ENGINE_ASLEEP} if is_shared else {}),
         "reserve": RESERVE,
     }
     further = max(0, dry_run.communicators - RESERVED_COMMUNICATORS)
     if further:
         training[f"{further} further communicators"] = further * COMMUNICATOR
+    buckets = {"buckets": 2 * config.resharding.bucket_bytes(cuda=True)}
     push = {
-        "the actor asleep": asleep,
+        **asleep,
         "the engine's weights": weights,
         **slots,
-        "buckets": 2 * config.resharding.bucket_bytes(cuda=True),
+        **buckets,
         **loader_bytes(config, dry_run),
         "the rest of the engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
     first = [Moment(TRAINING, device_bytes, training), Moment(PUSH, device_bytes, push)]
+    if not is_shared:
+        parts = {"the actor": sum(dry_run.states.values()), **buckets, "reserve": RESERVE}
+        first.append(Moment(SENDING, device_bytes, parts))
     if device_bytes is None:
         return first
     fraction = config.rollout.gpu_memory_utilization
     share = math.ceil(fraction * device_bytes)
     generating = {
-        "the actor asleep": asleep,
+        **asleep,
         f"rollout.gpu_memory_utilization={fraction:g}": share,
         "reserve": RESERVE,
     }
     engine = {"its weights": weights, **slots, "KV cache of one longest sequence": keys}
-    received = response_bytes(config, processes=dry_run.processes)
+    received = response_bytes(config, trainers=dry_run.processes)
     on_host = {
         "responses of a step": received.rank if dry_run.rank else received.writer,
-        "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
-        **adapter_host_bytes(config, engine=weights + sum(slots.values())),
+        **mask_host_bytes(config, dry_run),
+        **_pinned_bytes(config, dry_run, engine=weights + sum(slots.values())),
     }
     return [
         *first,
@@ -140,6 +149,24 @@ def moments(
         Moment(ENGINE, share, engine),
         *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
     ]
+
+
+def _pinned_bytes(config: Config, dry_run: DryRun, *, engine: int) -> dict[str, int]:
+    """Return what a rank pins on its host; engine: bytes that its engine computes with.
+
+    A rank that only trains offloads nothing, and keeps a copy of the weights.
+    """
+    if config.parallel.engine_ranks is None:
+        return {
+            "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
+            **adapter_host_bytes(config, engine=engine),
+        }
+    weights = _width(config) * dry_run.parameters
+    needs = build_objective(config.objective.name, **config.objective.overrides).needs
+    return {
+        "reference policy": weights if needs_reference(needs) else 0,
+        "weights kept for behavior log-probs": weights if config.behavior == "actor" else 0,
+    }
 
 
 def loader_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
@@ -172,8 +199,10 @@ def uncounted_loaders(config: Config, dry_run: DryRun) -> str | None:
 
 def _module_bytes(config: Config, dry_run: DryRun) -> int:
     """Return bytes of the largest module of a layer, in full shape, of each pipeline stage."""
-    layout = EngineLayout(config.rollout.tensor, dry_run.processes, config.rollout.expert_parallel)
-    largest = largest_module(read_model_shape(config.model.path), layout, rank=dry_run.rank)
+    engines = config.parallel.engine_ranks or dry_run.processes
+    layout = EngineLayout(config.rollout.tensor, engines, config.rollout.expert_parallel)
+    rank = dry_run.rank % engines  # all ranks of an engine have the same sizes
+    largest = largest_module(read_model_shape(config.model.path), layout, rank=rank)
     return _width(config) * largest * config.parallel.pipeline
 
 
@@ -228,6 +257,31 @@ def route_bytes(shape: ModelShape, *, tensor: int, stages: int) -> float:
     return layers * shape.experts.experts_per_token * width / tensor
 
 
+def kept_tokens(config: Config) -> int:
+    """Return the number of tokens that a sampling mask keeps on average.
+
+    With `top_k` alone it keeps that many. Next to `top_p` or `min_p` it is an assumption, since the
+    number depends on the model's distributions.
+    """
+    rollout = config.rollout
+    if rollout.top_k is None:
+        return 0
+    is_bounded = rollout.top_p < 1 or rollout.min_p > 0
+    return min(rollout.top_k, KEPT_OF_NUCLEUS) if is_bounded else rollout.top_k
+
+
+def mask_host_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:
+    """Return the bytes of a rollout batch's sampling masks in packs, by name; empty without any.
+
+    Those of the whole pack, and of this rank's shard.
+    """
+    if not config.rollout.removes_tokens:
+        return {}
+    packs = config.trainer.minibatches * dry_run.micro_batches_of_update
+    tokens = packs * dry_run.local_tokens * (config.parallel.context + 1)
+    return {"sampling masks of its packs": COLUMN * (kept_tokens(config) + 1) * tokens}
+
+
 def slot_bytes(config: Config) -> dict[str, int]:
     """Return bytes of one engine rank's slots on the device, by name; empty without adapters."""
     settings = build_adapter_settings(config)
@@ -276,21 +330,26 @@ class ResponseBytes:
         )
 
 
-def response_bytes(config: Config, *, processes: int) -> ResponseBytes:
-    """Count the bytes from the settings."""
+def response_bytes(config: Config, *, trainers: int) -> ResponseBytes:
+    """Count the bytes on one of the processes that train from the settings."""
     rollout, minibatches = config.rollout, config.trainer.minibatches
     responses = rollout.prompts_per_step * rollout.responses_per_prompt
-    replicas, engines = processes // config.parallel.model_size, processes // rollout.tensor
+    replicas, engines = trainers // config.parallel.model_size, trainers // rollout.tensor
     trained = minibatches * -(-responses // (minibatches * replicas))
-    prompts = -(-rollout.prompts_per_step // engines)
-    owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
+    owned = 0  # all are rank 0's if engines have ranks of their own
+    if config.parallel.engine_ranks is None:
+        prompts = -(-rollout.prompts_per_step // engines)
+        owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
     # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
     each = COLUMN * rollout.max_response_tokens
-    everything = 3 * each * responses
+    # And the sampling masks, which its owner, the writer and those that train it have.
+    masks = each * (kept_tokens(config) + 1) if rollout.removes_tokens else 0
+    everything = (3 * each + masks) * responses
     partial = config.lag.partial_rollouts is not None  # every rank has all of them
-    own = everything if partial else min(everything, 3 * each * trained + each * owned)
+    some = (3 * each + masks) * trained + (each + masks) * owned
+    own = everything if partial else min(everything, some)
     return ResponseBytes(
-        0 if processes == 1 else own, 0 if processes == 1 else everything, PIECE_BYTES
+        0 if trainers == 1 else own, 0 if trainers == 1 else everything, PIECE_BYTES
     )
 
 
@@ -306,11 +365,11 @@ def find_lacking(
 
     Runs the first rank of the first, the middle and the last pipeline stage.
     """
-    ranks = stage_ranks(config, processes)
+    trainers, _ = config.sides(processes)
     dry_runs = []
-    for rank in ranks:
-        progress(f"rank {rank} of {processes}")
-        dry_runs.append(dry_run_rank(config, processes=processes, rank=rank))
+    for rank in stage_ranks(config, trainers):
+        progress(f"rank {rank} of {trainers}")
+        dry_runs.append(dry_run_rank(config, processes=trainers, rank=rank))
     all_moments = [
         moment
         for dry_run in dry_runs
@@ -398,6 +457,7 @@ def candidates(config: Config, moment: Moment, *, processes: int) -> Iterator[di
 def _actor_candidates(config: Config, *, processes: int) -> Iterator[dict[str, Any]]:
     """Yield more expert parallelism, smaller packs, recomputation, and larger parallel sizes."""
     parallel, trainer = config.parallel, config.trainer
+    trainers, _ = config.sides(processes)
     # First: most weights, gradients and optimizer states of a mixture are the experts'.
     yield from ({"parallel.expert": times * parallel.expert} for times in (2, 4, 8))
     smaller: dict[str, Any] = {}
@@ -411,7 +471,7 @@ def _actor_candidates(config: Config, *, processes: int) -> Iterator[dict[str, A
         if smaller:
             yield smaller | recompute
     for times in (2, 4, 8):
-        if processes % (times * parallel.model_size) == 0:
+        if trainers % (times * parallel.model_size) == 0:
             for key in ("context", "tensor", "pipeline"):
                 yield {f"parallel.{key}": times * getattr(parallel, key), **recomputed[-1]}
 

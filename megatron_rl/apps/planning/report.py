@@ -106,7 +106,7 @@ def run_cost(option: Option, planner: Planner, devices: int) -> RunCost:
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), planner.shape),
         host_bytes=option.host_bytes * min(devices, planner.device.per_node),
         prepared_bytes=option.prepared_bytes,
-        responses=response_bytes(config_of(option, config), processes=devices),
+        responses=response_bytes(config_of(option, config), trainers=devices),
     )
 
 

@@ -230,3 +230,35 @@ def compute_nonsense(*, is_mine):
 
     if is_mine:
         MegatronActor.update, actor.take_step = broken_update, broken_step
+
+
+def damage_a_push(*, is_mine):
+    """One bit changes on its way to engines on ranks of their own, in the second weight sync."""
+    from megatron_rl.distributed.link import Link
+    from megatron_rl.resharding.push import Resharder
+
+    start, push, calls = Link.start, Resharder.push, [0]
+
+    def counted_push(self, *arguments, **settings):
+        calls[0] += 1
+        return push(self, *arguments, **settings)
+
+    def damaged_start(self, *, sends, receives):
+        if calls[0] == 2 and sends:
+            wire, _ = sends[0]
+            wire[len(wire) // 2] ^= 1
+        return start(self, sends=sends, receives=receives)
+
+    if is_mine:
+        Resharder.push, Link.start = counted_push, damaged_start
+
+
+def run_out_of_memory(*, is_mine):
+    """An engine whose device has no memory left, in the second rollout batch or later."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    if is_mine:
+        _before(LLMEngine, "step", fail, call=100)

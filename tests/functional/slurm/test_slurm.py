@@ -209,6 +209,25 @@ def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
+def test_engines_on_a_node_of_their_own_are_preempted_with_the_trainers(slurm, launcher):
+    """One node trains and the other generates; in the end the weights of one shared process."""
+    settings = ("parallel.context=1", "lag.batches=1", "trainer.steps=8")
+    run, pace = launcher.run_folder("apart"), launcher.pace("apart", 1.0)
+    launcher.start("apart", *settings, "parallel.engine_ranks=1")
+    launcher.wait_until("at step 2", lambda: steps_of(run) >= 2, "apart")
+    slurm.ask(f"sbatch -p high -N 2 --exclusive -o {run}/high.out --wrap hostname")
+    launcher.wait_until("preempted", lambda: launcher.exits("apart"), "apart")
+    pace.unlink()
+    launcher("logs", "-f", "apart")
+    assert launcher.exits("apart") == ["75", "0"]
+    assert "checkpoint saved at step" in (run / "log.txt").read_text()
+    launcher.start("shared", *settings, cluster="local")
+    launcher("logs", "-f", "shared")
+    one, other = launcher.weights("apart"), launcher.weights("shared")
+    assert one.keys() == other.keys() and steps_of(run) == 8
+    assert all(tensor.equal(other[key]) for key, tensor in one.items())
+
+
 def test_chained_job_resumes_after_simulated_preemption(slurm, launcher):
     """The first of two jobs is interrupted after two steps, and none is queued again."""
     values = json.loads((launcher.folder / "slurm.yaml").read_text())

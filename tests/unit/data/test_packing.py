@@ -76,6 +76,26 @@ def test_wrong_log_probs_of_engine_differ_from_missing_ones():
     assert kept.isnan().any() and unknown is None
 
 
+def test_sampling_masks_are_spread_over_labels():
+    """Of a response without any they are empty; in any order, and padded to the largest."""
+    masked, plain = _rollout(0, 0, [5, 6], [7, 8]), _rollout(0, 1, [5], [7])
+    masks = {"mask_ids": np.int32([7, 9, 1, 8]), "mask_counts": np.int32([3, 1])}
+    masked = replace(masked, response=replace(masked.response, **masks))
+    (minibatch,) = _plan([masked, plain], minibatches=1)
+    (pack,) = minibatch.micro_batches
+    rows = dict(zip(zip(pack.tokens.tolist(), pack.labels.tolist(), strict=True),
+                    pack.sampling_mask.padded().tolist(), strict=True))  # fmt: skip
+    chosen = pack.sampling_mask.select(pack.response_mask.nonzero().squeeze(1).flip(0))
+    assert chosen.counts.tolist() == pack.sampling_mask.counts[pack.response_mask].flip(0).tolist()
+    kept = [row for row in reversed(pack.sampling_mask.padded().tolist()) if row[0] >= 0]
+    assert [row for row in chosen.padded().tolist() if row[0] >= 0] == kept
+    assert chosen.select(torch.zeros(0, dtype=torch.int64)).padded().shape == (0, 0)
+    none = [-1, -1, -1]
+    assert rows[6, 7] == [7, 9, 1] and rows[7, 8] == [8, -1, -1]
+    assert rows[5, 6] == rows[5, 7] == none  # of the prompt, and without a mask
+    assert _plan([plain] * 2, minibatches=1)[0].micro_batches[0].sampling_mask is None
+
+
 def test_pack_of_one_sequence_by_hand():
     # Prompt 1 2 3, response 7 8; position 2 predicts 7, position 3 predicts 8; the last token is
     # not fed in. cp 2 pads 4 positions to a multiple of 4.

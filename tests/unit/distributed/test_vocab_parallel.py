@@ -23,6 +23,44 @@ def _inputs():
     return draw(TOKENS, HIDDEN), weight, labels, draw(TOKENS), draw(TOKENS)
 
 
+def _mask():
+    """Ids that a sampler kept at each token, the label among them; [n, 9] int32, -1 beyond.
+
+    One token keeps the label alone, one the whole vocabulary, and one ids of the first rows only,
+    so that other tiles and ranks have none of its.
+    """
+    generator = torch.Generator().manual_seed(1)
+    *_, labels, _, _ = _inputs()
+    mask = torch.full((TOKENS, 9), -1, dtype=torch.int32)
+    for token, label in enumerate(labels.tolist()):
+        others = torch.randperm(VOCAB, generator=generator)[: token % 9].tolist()
+        others = [] if token == 3 else range(4) if token == 5 else others
+        kept = sorted({label, *others})
+        mask[token, : len(kept)] = torch.tensor(kept)
+    mask[7] = -1
+    return mask
+
+
+def _loops():
+    """Values and gradients of the kept tokens from float64 loops over tokens and ids."""
+    hidden, weight, labels, grad, grad_entropy = (
+        x.double() if x.is_floating_point() else x for x in _inputs()
+    )
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logprobs, entropies = [], []
+    for token, row in enumerate(_mask().tolist()):
+        kept = [one for one in row if one >= 0] or range(VOCAB)
+        logits = {one: hidden[token] @ weight[one] / TEMPERATURE for one in kept}
+        total = sum(logit.exp() for logit in logits.values())
+        logprobs.append(logits[labels[token].item()] - total.log())
+        chances = [logit.exp() / total for logit in logits.values()]
+        entropies.append(-sum(chance * chance.log() for chance in chances))
+    logprobs, entropies = torch.stack(logprobs), torch.stack(entropies)
+    torch.autograd.backward((logprobs, entropies), (grad, grad_entropy))
+    return logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
+
+
 def _plain():
     """Values and gradients from float64 log_softmax."""
     hidden, weight, labels, grad, grad_entropy = (
@@ -37,7 +75,7 @@ def _plain():
     return logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
 
 
-def _tiled(rank, world_size, tokens, elements, group=None):
+def _tiled(rank, world_size, tokens, elements, mask=None, group=None):
     vocab_parallel.TILE_ELEMENTS = {"cpu": elements}
     vocab_parallel.MAX_TILE_TOKENS = tokens
     if world_size > 1:
@@ -48,27 +86,29 @@ def _tiled(rank, world_size, tokens, elements, group=None):
     weight = weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
     hidden.requires_grad_()
     logprobs, entropies = token_logprobs(
-        hidden, weight, labels, shard=shard, temperature=TEMPERATURE, entropy=True
-    )
+        hidden, weight, labels, shard=shard, temperature=TEMPERATURE, entropy=True,
+        sampling_mask=mask,
+    )  # fmt: skip
     torch.autograd.backward((logprobs, entropies), (grad, grad_entropy))
     results = logprobs.detach(), entropies.detach(), hidden.grad, weight.grad
     return tuple(x.numpy() for x in results)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (2, 10, 30), (4, 5, 60)]
 )
-def test_token_logprobs_equal_log_softmax(world_size, tokens, elements, monkeypatch):
+def test_token_logprobs_equal_log_softmax(world_size, tokens, elements, masked, monkeypatch):
     # Tiles of 5 x 7, a single tile, tiles of 10 x 3, tiles of 5 x 12.
     # With 4 ranks of 16 rows each, the last rank has 2 real rows and 14 rows of padding.
     for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
         monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
     if world_size == 1:
-        results = [_tiled(0, 1, tokens, elements)]
+        results = [_tiled(0, 1, tokens, elements, _mask() if masked else None)]
     else:
-        results = run_ranks(_tiled, world_size, tokens, elements)
+        results = run_ranks(_tiled, world_size, tokens, elements, _mask() if masked else None)
     results = [[torch.from_numpy(x).double() for x in result] for result in results]
-    logprobs, entropies, grad_hidden, grad_weight = _plain()
+    logprobs, entropies, grad_hidden, grad_weight = _loops() if masked else _plain()
     for result in results:
         torch.testing.assert_close(result[0], logprobs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(result[1], entropies, rtol=1e-5, atol=1e-5)
@@ -106,13 +146,27 @@ def test_weight_gradient_is_added_to_main_grad_with_tied_embeddings():
     torch.testing.assert_close(weight.main_grad, 1 + other.grad)
 
 
-def test_no_grad_gives_bit_identical_logprobs():
+@pytest.mark.parametrize("mask", [None, _mask()])
+def test_no_grad_gives_bit_identical_logprobs(mask):
     hidden, weight, labels, _, _ = _inputs()
-    shard = VocabShard(0, VOCAB)
-    trained, _ = token_logprobs(hidden.requires_grad_(), weight, labels, shard=shard)
+    how = {"shard": VocabShard(0, VOCAB), "sampling_mask": mask}
+    trained, _ = token_logprobs(hidden.requires_grad_(), weight, labels, **how)
     with torch.no_grad():
-        scored, _ = token_logprobs(hidden, weight, labels, shard=shard)
+        scored, _ = token_logprobs(hidden, weight, labels, **how)
     assert torch.equal(trained, scored)
+
+
+def test_label_that_the_sampler_kept_alone_has_logprob_0_and_no_gradient():
+    hidden, weight, labels, _, _ = _inputs()
+    mask = labels[:, None].int()
+    logprobs, entropies = token_logprobs(
+        hidden.requires_grad_(), weight, labels, shard=VocabShard(0, VOCAB), entropy=True,
+        sampling_mask=mask,
+    )  # fmt: skip
+    (logprobs + entropies).sum().backward()
+    assert (logprobs == 0).all()
+    assert (entropies == 0).all()
+    assert (hidden.grad == 0).all()
 
 
 def test_tile_size_is_bounded_for_any_number_of_tokens():

@@ -1,5 +1,8 @@
 """Tests of vLLM arguments: accepted, or rejected with the reason or the setting to use."""
 
+import pytest
+
+from megatron_rl.engine import sampling_masks
 from megatron_rl.engine.engine_arguments import (
     CPU_HEAD_SIZES,
     REFUSED,
@@ -7,6 +10,8 @@ from megatron_rl.engine.engine_arguments import (
     cpu_engine_problems,
     engine_argument_problems,
 )
+from megatron_rl.engine.sampling_masks import sampling_mask_arguments
+from megatron_rl.errors import UserError
 
 
 def test_engine_argument_problems_name_rejected_and_unknown_arguments():
@@ -22,7 +27,20 @@ def test_engine_argument_problems_name_rejected_and_unknown_arguments():
 
 def test_rejected_arguments_exist_in_vllm():
     """A renamed vLLM argument would otherwise be accepted. Some releases lack those listed."""
-    assert REFUSED.keys() - _known() <= {"runner", "quantization_config"}
+    assert REFUSED.keys() - _known() <= {
+        "runner", "quantization_config", "return_sampling_mask"
+    }  # fmt: skip
+
+
+def test_engine_that_cannot_return_masks_is_refused(monkeypatch):
+    assert sampling_mask_arguments(on_cuda=False) == {}
+    with pytest.raises(UserError, match="newer model runner"):  # this machine has no Triton
+        sampling_mask_arguments(on_cuda=True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert sampling_mask_arguments(on_cuda=True) == {"return_sampling_mask": True}
+    monkeypatch.setattr(sampling_masks, "_ARGUMENT", "return_what_no_release_has")
+    with pytest.raises(UserError, match="need a vLLM that returns"):
+        sampling_mask_arguments(on_cuda=True)
 
 
 def test_cpu_head_sizes_match_vllm():

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.data import token_rows
 from megatron_rl.engine.response_gather import Generated, gather_responses
-from megatron_rl.types import GradeResult, RemoteRow
+from megatron_rl.types import TOKEN_COLUMNS, GradeResult, RemoteRow
 from tests.ranks import run_ranks
 
 
@@ -29,6 +29,8 @@ def _conversation(position: int) -> dict:
     """Two tokens were sampled; one or none more was observed."""
     return {
         "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
+        "mask_ids": np.arange(3 + position, dtype=np.int32),
+        "mask_counts": np.array([2, 1 + position], np.int32),
         "routes": np.arange(5 * (position % 3), dtype=np.uint8),
         "observed": ((1, 1 + position % 2),),
         "restarts": (1,) * (position % 2),
@@ -78,7 +80,7 @@ def test_continued_responses_go_to_their_owners_and_stay_nowhere_else():
             if rank != owner:  # no file contains routes, so rank 0 does not receive them
                 here["routes"] = f"{len(here['routes'])} tokens"
             if rank not in (0, owner):
-                for name in ("token_ids", "rollout_logprobs"):
+                for name in TOKEN_COLUMNS:
                     here[name] = f"{len(here[name])} tokens"
                 here |= {"text": "", "messages": (), "grade": None}
             assert response == here
@@ -101,12 +103,12 @@ def test_only_rank_0_and_owner_have_tokens_and_texts(gathered, piece):
     for rank, of_rank in enumerate(gathered):
         assert of_rank[False, piece, 0] == []
         for position, response in enumerate(of_rank[False, piece, 9]):
-            owner, length = (0, 2)[position % 2], f"{position % 4} tokens"
+            owner = (0, 2)[position % 2]
             whole = _plain(_response(position, owner))
             if rank != owner:
                 whole["routes"] = f"{len(whole['routes'])} tokens"
             if rank not in (0, owner):
-                sampled = f"{len(whole['rollout_logprobs'])} tokens"
-                whole |= {"token_ids": length, "rollout_logprobs": sampled, "text": ""}
-                whole |= {"messages": (), "grade": None}  # the ranges are known everywhere
+                whole |= {name: f"{len(whole[name])} tokens" for name in TOKEN_COLUMNS}
+                # the ranges are known everywhere
+                whole |= {"text": "", "messages": (), "grade": None}
             assert response == whole

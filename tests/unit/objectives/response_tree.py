@@ -5,14 +5,14 @@ enumerated with its probability, so expectations are finite sums.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import Objective, ObjectiveSpec, TokenInputs
-from megatron_rl.objectives.spec import Unconstrained
+from megatron_rl.objectives.spec import KlPenalty, Unconstrained
 from megatron_rl.types import Denominators
 
 
@@ -109,6 +109,80 @@ def expected_gradient(
     if objective.spec.aggregation == "response_mean":
         per_response = per_response * task.mask.sum(dim=1)
     return -torch.autograd.grad((probability * per_response).sum(), table)[0]
+
+
+def divergences(policy: Tensor, teacher: Tensor) -> Tensor:
+    """Compute KL(policy, teacher) of the next symbol at each state; [states]."""
+    log_p, log_q = (torch.log_softmax(x, dim=-1) for x in (policy, teacher))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def distillation_gradient(task: Task, policy: Tensor, teacher: Tensor) -> Tensor:
+    """Compute sum_s P(s) grad KL(s), with P the policy's own probability of visiting s."""
+    table = policy.detach().requires_grad_()
+    probability = token_logprobs(task, policy).sum(dim=1).exp()[:, None]
+    visits = torch.zeros(task.state_count, dtype=torch.float64)
+    weights = torch.where(task.mask, probability, 0)
+    visits.index_add_(0, task.states.reshape(-1), weights.reshape(-1))
+    return torch.autograd.grad((visits * divergences(table, teacher)).sum(), table)[0]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """First and second moments of an objective's gradient from one response y ~ behavior."""
+
+    mean: Tensor  # like the policy's table
+    variance: float  # of the whole gradient, per response
+
+
+def distill(
+    task: Task, objective: Objective, *, policy: Tensor, behavior: Tensor, teacher: Tensor
+) -> Distillation:
+    """Enumerate the loss gradient of an objective without rewards, with a sum over tokens."""
+    table = policy.detach().requires_grad_()
+    logprobs = token_logprobs(task, table)
+    behavior_logprobs, reference = (
+        token_logprobs(task, x).reshape(-1) for x in (behavior, teacher)
+    )
+    count, horizon = task.tokens.shape
+    exact = objective.divergence is not None
+    result = objective(
+        TokenInputs(
+            policy_logprobs=logprobs.reshape(-1),
+            behavior_logprobs=behavior_logprobs,
+            advantages=torch.zeros_like(behavior_logprobs),
+            reference_logprobs=None if exact else reference,
+            divergence=divergences(table, teacher)[task.states].reshape(-1) if exact else None,
+        ),
+        layout=SequenceLayout([horizon] * count, task.mask.reshape(-1)),
+        denominators=Denominators(responses=1.0, tokens=1.0),
+    )
+    probability = behavior_logprobs.view(count, horizon).sum(dim=1).exp()
+    per_response = result.loss.view(count, horizon).sum(dim=1)
+    one_each = torch.eye(count, dtype=torch.float64)
+    (rows,) = torch.autograd.grad(per_response, table, one_each, is_grads_batched=True)
+    mean = torch.einsum("n,nsv->sv", probability, rows)
+    square = (probability * rows.square().sum(dim=(1, 2))).sum() - mean.square().sum()
+    return Distillation(mean, float(square))
+
+
+DISTILLED = {  # reuse of a rollout batch: weight, estimator, weighted
+    "divergence": ("token", "reverse_kl", False),
+    "divergence, w_{t-1}": ("prefix_mean", "reverse_kl", True),
+    "divergence, C_{t-1}": ("prefix_product", "reverse_kl", True),
+    "advantage": ("one", "advantage", False),
+    "advantage, rho_t": ("token", "advantage", False),
+    "advantage, w_t": ("prefix_mean", "advantage", False),
+    "advantage, C_t": ("prefix_product", "advantage", False),
+}
+
+
+def distiller(name: str) -> Objective:
+    """Return one of DISTILLED without rewards and constraint, with a sum over tokens."""
+    weight, estimator, weighted = DISTILLED[name]
+    kl = KlPenalty(coefficient=1.0, estimator=estimator, weighted=weighted)
+    spec = replace(weight_alone(weight).spec, advantage_coefficient=0.0, kl=kl)
+    return Objective(spec)
 
 
 def weight_alone(weight: str) -> Objective:

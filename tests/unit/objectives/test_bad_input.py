@@ -112,7 +112,7 @@ def test_weight_that_overflows_is_error_not_infinity():
         ("pnpo", {"constraint": {"kind": "hard_gate", "low": 1e-3}}, "needs 'high'"),
         ("pnpo", {"kl": {"coefficient": 0.0}}, "kl: coefficient is 0.0: it must be > 0"),
         ("pnpo", {"kl": {"estimator": "k3"}}, "kl needs 'coefficient'"),
-        ("pnpo", {"kl": 0.1}, "objective.kl is 0.1: give its keys .coefficient, estimator., as"),
+        ("pnpo", {"kl": 0.1}, "objective.kl is 0.1: give its keys .coefficient, estimator, weight"),
         ("pnpo", {"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
         ("pnpo", {"rollout_correction": {"low": 3.0}}, "low 3.0 is not below high 2.0"),
         ("vaco", {"constraint": {"treshold": 1.0}}, "did you mean 'threshold'"),

@@ -5,6 +5,8 @@ Three symbols, of which 0 ends the response, and at most four steps: 31 response
 to rounding.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -179,3 +181,94 @@ def test_distillation_equals_divergence_at_generated_prefixes(setting, on_policy
     if on_policy:
         whole = (probability * (log_p - log_q).sum(dim=1)).sum()
         assert value.item() == pytest.approx(2 * whole.item(), rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def reuse():
+    """Relative bias of each form at drifts 0, 1e-4 and 0.3, mean of four tasks."""
+    table = {name: [] for name in tree.DISTILLED}
+    for drift in (0.0, 1e-4, 0.3):
+        sums = dict.fromkeys(tree.DISTILLED, 0.0)
+        for seed in range(4):
+            task = tree.make_task(vocabulary=3, horizon=4, ends=True, seed=seed)
+            generator = torch.Generator().manual_seed(seed)
+            shape = (3, task.state_count, task.vocabulary)
+            behavior, direction, teacher = torch.randn(
+                shape, dtype=torch.float64, generator=generator
+            )
+            policy = behavior + drift * direction
+            truth = tree.distillation_gradient(task, policy, teacher)
+            given = {"policy": policy, "behavior": behavior, "teacher": teacher}
+            for name in tree.DISTILLED:
+                got = tree.distill(task, tree.distiller(name), **given).mean
+                sums[name] += float((got - truth).norm() / truth.norm()) / 4
+        for name, bias in sums.items():
+            table[name].append(bias)
+    return table
+
+
+def test_every_form_of_distillation_is_exact_without_drift(reuse):
+    assert all(biases[0] < 1e-13 for biases in reuse.values()), reuse
+
+
+def test_prefix_product_is_exact_at_every_drift(reuse):
+    for name in ("divergence, C_{t-1}", "advantage, C_t"):
+        assert max(reuse[name]) < 1e-12
+
+
+def test_prefix_weight_lowers_bias_of_reused_divergence(reuse):
+    # To first order unweighted reuse misses S_{t-1} and w_{t-1} misses S_{t-1} (1 - 1/(t-1)).
+    for plain, weighted in zip(*(reuse[n][1:] for n in list(tree.DISTILLED)[:2]), strict=True):
+        assert 0 < weighted < plain
+    # Of the sampled token alone, the unweighted advantage misses the action's ratio as well.
+    for name in ("advantage, rho_t", "advantage, w_t"):
+        assert 0 < reuse[name][1] < reuse["advantage"][1]
+    # The divergence is the expectation of the advantage with the token's own ratio.
+    assert reuse["advantage, rho_t"] == pytest.approx(reuse["divergence"], rel=1e-9, abs=1e-13)
+
+
+def test_divergence_has_less_variance_than_its_sampled_advantage(setting):
+    task, policy, behavior = setting
+    teacher = torch.randn(policy.shape, dtype=torch.float64, generator=torch.Generator())
+    given = {"policy": policy, "behavior": behavior, "teacher": teacher}
+    for pair in (("divergence", "advantage, rho_t"), ("divergence, C_{t-1}", "advantage, C_t")):
+        whole, sampled = (tree.distill(task, tree.distiller(name), **given) for name in pair)
+        assert_exact(whole.mean, sampled.mean)
+        assert whole.variance < sampled.variance
+
+
+@pytest.mark.parametrize("kind", ["hard_gate", "truncate"])
+def test_weighted_divergence_equals_double_loop_over_prefixes(kind):
+    """Weights, gate and division as sums over Python floats; three tokens leave the bounds."""
+    ratios = [[0.3, -0.5, 0.1, 0.2], [0.3, -0.62, -0.01]]
+    low, high = 0.1, 0.12
+    objective = build_objective(
+        "pnpo",
+        constraint={"kind": kind, "low": low, "high": high, "scale": "sqrt(L/t)"},
+        advantage_coefficient=0.0,
+        kl={"coefficient": 0.5, "estimator": "jsd", "weighted": True},
+    )
+    flat = torch.tensor([*ratios[0], *ratios[1]], dtype=torch.float64)
+    divergence = torch.linspace(0.1, 2.0, 7, dtype=torch.float64, requires_grad=True)
+    loss = objective(
+        TokenInputs(flat - 1, flat * 0 - 1, torch.zeros_like(flat), divergence=divergence),
+        layout=SequenceLayout([4, 3], torch.ones(7).bool()),
+        denominators=Denominators(responses=2.0, tokens=7.0),
+    ).loss  # fmt: skip
+    wanted, changed = [], 0
+    for row in ratios:
+        for t in range(len(row)):  # t tokens come before
+            weight = math.exp(sum(row[:t]) / t) if t else 1.0
+            h = math.sqrt(len(row) / max(t, 1))
+            inside = 1 - low * h <= weight <= 1 + high * h
+            changed += not inside
+            if not inside:
+                clipped = min(max(weight, 1 - low * h), 1 + high * h)
+                weight = clipped if kind == "truncate" else 0.0
+            wanted.append(0.5 * weight / (2 * len(row)))
+    assert changed == 3
+    (got,) = torch.autograd.grad(loss.sum(), divergence)
+    assert got.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert loss.tolist() == pytest.approx(
+        [w * v for w, v in zip(wanted, divergence.tolist(), strict=True)], rel=1e-12
+    )

@@ -325,3 +325,44 @@ def test_missing_divergence_names_its_option():
             objective, policy_logprobs=zeros, behavior_logprobs=zeros,
             advantages=zeros, response_mask=zeros == 0,
         )  # fmt: skip
+
+
+def test_teacher_as_advantage_by_hand():
+    # A_t = 0.5 * A + 2 (log q - log pi): 0.5 + 2 * 0.3 = 1.1 and 0.5 + 2 * -0.4 = -0.3, both
+    # constants. Token weights detached: -rho_t A_t / 2 tokens by log pi.
+    given = one_row([0.1, -0.2])
+    policy = given["policy_logprobs"].detach()
+    given["reference_logprobs"] = policy + torch.tensor([[0.3, -0.4]], dtype=torch.float64)
+    kl = {"coefficient": 2.0, "estimator": "advantage"}
+    options = {"constraint": {"kind": "none"}, "gradient": "detached", "kl": kl}
+    loss, gradient, metrics = evaluate(("grpo", {"advantage_coefficient": 0.5, **options}), given)
+    wanted = [-math.exp(0.1) * 1.1 / 2, math.exp(-0.2) * 0.3 / 2]
+    assert gradient == pytest.approx(wanted, rel=1e-12)
+    assert metrics["ratio/log_to_reference_mean"] == pytest.approx((-0.3 + 0.4) / 2)
+    assert "loss/kl" not in metrics
+    assert loss == pytest.approx(
+        sum(w * p for w, p in zip(wanted, policy[0].tolist(), strict=True)), rel=1e-12
+    )
+
+
+def test_teacher_equal_to_student_gives_no_gradient_as_advantage():
+    given = one_row([0.1, -0.2])
+    given["reference_logprobs"] = given["policy_logprobs"].detach().clone()
+    kl = {"coefficient": 1.0, "estimator": "advantage"}
+    _, gradient, _ = evaluate(("pnpo", {"advantage_coefficient": 0.0, "kl": kl}), given)
+    assert gradient == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kl", "message"),
+    [
+        ("grpo", {"estimator": "jsd", "weighted": True}, "weight 'token' and constraint 'ppo_"),
+        ("pnpo_one_sided", {"estimator": "jsd", "weighted": True}, "constraint 'hard_gate'"),
+        ("pnpo", {"estimator": "k3", "weighted": True}, "which has a weight already"),
+        ("m2po", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
+        ("balanced", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
+    ],
+)  # fmt: skip
+def test_weighted_teacher_is_refused_where_it_has_no_meaning(name, kl, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_objective(name, kl={"coefficient": 1.0, **kl})

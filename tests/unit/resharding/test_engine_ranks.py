@@ -157,14 +157,17 @@ def _talk(rank, world_size):
     link = _join(rank, trainers=2, engines=1)
     if link.is_engine:
         orders = [link.next_order(), link.next_order()]
+        given = link.take()
         for order in orders:
-            link.post({"answers": order, "values": torch.arange(100_000)})
+            link.post({"answers": order, "values": given})
         last = link.next_order()
         link.flush()
         return [*orders, last]
     link.order("first", 1)
     link.order("second", 2)
+    link.post(torch.arange(100_000))
     results = [link.take(), link.take()]
+    link.flush()
     link.order("end")
     if rank:
         return results
@@ -172,7 +175,7 @@ def _talk(rank, world_size):
     return [one["answers"] for one in results]
 
 
-def test_orders_and_results_arrive_in_order():
+def test_orders_and_values_arrive_in_order():
     first, second, engine = run_ranks(_talk, 3)
     assert first == [("first", 1), ("second", 2)]
     assert second == [None, None]

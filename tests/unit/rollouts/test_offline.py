@@ -115,6 +115,8 @@ def test_rollouts_of_run_are_read_back_unchanged(tmp_path):
         response = Response(
             place // 2, place % 2, np.array([7, 8 + place, 0], np.int32),
             np.full(3, -0.3, np.float32), "text", "length" if place == 3 else "stop", 4,
+            mask_ids=np.array([7, 1, 8 + place, 0], np.int32),
+            mask_counts=np.array([2, 1, 1], np.int32),
         )  # fmt: skip
         written.append(Rollout(prompt, response, GradeResult(float(place % 2), "equal", None)))
         advantages.append(0.5)
@@ -134,6 +136,8 @@ def test_rollouts_of_run_are_read_back_unchanged(tmp_path):
         like = written[place % 4]
         assert rollout.prompt.token_ids == like.prompt.token_ids
         assert rollout.response.token_ids.tolist() == like.response.token_ids.tolist()
+        assert rollout.response.mask_ids.tolist() == like.response.mask_ids.tolist()
+        assert rollout.response.mask_counts.tolist() == [2, 1, 1]
         assert rollout.response.finish_reason == like.response.finish_reason
         # The 4 that was written is a version of that run.
         assert (rollout.response.sample_index, rollout.response.weight_version) == (place % 2, -1)
@@ -191,6 +195,11 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
             {"turn_rewards": [[1.0, 0.0]] * 4},
             {},
             r"row 0: turn_rewards is \[1.0, 0.0\] for 1 turns",
+        ),
+        (
+            {"mask_ids": [[12, 3, 0]] * 4, "mask_counts": [[2, 1]] * 4},  # 12, 0 is "4" and its end
+            {},
+            r"row 1: mask_counts has 2 values that sum to 3, for 2 sampled tokens and 3 ids",
         ),
         ({"restarts": [[1]] * 4}, {}, r"row 0: restarts is \[1\]; each must begin an observ"),
         ({"reward": [1.0, None, 1.0, 0.0]}, {}, r"row 1: reward is None: it must be a finite"),

@@ -1,5 +1,6 @@
 """When groups are generated and trained: worked out by hand for every policy."""
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ import pytest
 
 from megatron_rl.config import parse_config
 from megatron_rl.rollouts.schedule import build_schedule
+from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import PromptSlot
 
 
@@ -204,3 +206,47 @@ def test_answer_of_a_policy_is_checked(value):
 def test_replay_that_cannot_fill_a_batch_is_refused():
     with pytest.raises(ValueError, match=r"raise replay\.capacity to 4 or more"):
         make_schedule(replay={"capacity": 2, "fresh": 0.25})
+
+
+@dataclass(frozen=True)
+class AnyOrder:
+    """Trains waiting groups in an order drawn from all that a policy may use, or by step."""
+
+    seed: int
+    steps: int
+    spread: int
+
+    def most(self):
+        return 3
+
+    def lag(self, slot):
+        return derive_seed(self.seed, "lag", *slot) % 4
+
+    def ready(self, slot, *, generated, longest):
+        drawn = derive_seed(self.seed, *slot, generated, longest) % (self.spread + 1)
+        return slot.step + drawn
+
+
+def test_step_that_selects_without_coming_groups_selects_the_same_with_them():
+    """Groups that engines of their own generate meanwhile are not waited for only then."""
+    found = Counter()
+    for seed, spread in itertools.product(range(6), (0, 1, 3)):
+        lag = {"policy": f"{__name__}:AnyOrder", "settings": {"spread": spread}}
+        replay = {"capacity": 3, "fresh": 0.5} if seed % 2 else {}
+        schedule = make_schedule(lag=lag, replay=replay, seed=seed)
+        held = {}
+        for step in range(1, schedule.steps + 1):
+            coming = [slot for slot in schedule.due(step) if slot not in held]
+            lengths = {slot: derive_seed(seed, "length", *slot) % 6 for slot in coming}
+            whole = held | {slot: Held(step, lengths[slot]) for slot in coming}
+            trained = schedule.select(step, whole)
+            is_free = schedule.selects_without(step, held, coming, longest=5)
+            found[is_free] += bool(coming)
+            if is_free:
+                assert schedule.select(step, held) == trained
+            held = whole
+            for slot in trained:
+                one = held[slot]
+                first = one.first_trained_at_step or step
+                held[slot] = Held(one.generated_at_step, one.longest, first, one.times_trained + 1)
+    assert min(found[True], found[False]) > 10

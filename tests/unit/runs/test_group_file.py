@@ -30,6 +30,8 @@ def make_group(step=2, *, rng=None, conversation=False):
         answer = dataclasses.replace(
             rollouts[1].response,
             rollout_logprobs=rng.standard_normal(2).astype(np.float32),
+            mask_ids=rng.integers(0, 99, 5, np.int32),
+            mask_counts=np.array([4, 1], np.int32),
             observed=((1, 3), (4, 4)),
             restarts=(1,),
             messages=({"role": "assistant", "content": "é"}, {"role": "tool", "content": "\n"}),

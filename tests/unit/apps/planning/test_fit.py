@@ -101,6 +101,30 @@ def test_error_suggests_engine_share_that_fits(tmp_path, fraction, output):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
 
 
+def test_engines_on_ranks_of_their_own_share_no_device(tmp_path):
+    """0.76 of 27 GiB and a reserve of 6 fit alone, and not next to the GiB of a sleeping actor."""
+    rollout = {"gpu_memory_utilization": 0.76}
+    with pytest.raises(fit.DoesNotFitError, match="generating needs"):
+        shared = shallow(tmp_path, rollout=rollout)
+        fit.check_fit(shared, processes=2, device_bytes=SHALLOW_DEVICE)
+    split = {"lag": {"batches": 1}, "parallel": {"engine_ranks": 1}}
+    config = shallow(tmp_path, rollout=rollout, **split)
+    (run,) = fit.check_fit(config, processes=2, device_bytes=SHALLOW_DEVICE)
+    assert run.processes == 1
+    found = fit.moments(config, run, SHALLOW_DEVICE, 2**40)
+    parts = {moment.name: moment.parts for moment in found}
+    assert not {"a sleeping engine", "the actor asleep"} & {
+        k for one in parts.values() for k in one
+    }
+    # bfloat16 weights, float32 gradients, float32 main weights and two moments
+    assert parts[fit.SENDING]["the actor"] == pytest.approx(18 * run.parameters, rel=1e-2)
+    assert parts[fit.HOST] == {
+        "responses of a step": 0,
+        "reference policy": 0,
+        "weights kept for behavior log-probs": 2 * run.parameters,
+    }
+
+
 def test_pinned_memory_must_fit_on_host(tmp_path):
     """Optimizer states while the engine generates, 12 bytes a parameter; a reference policy, 2."""
     kl = {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}}
@@ -122,7 +146,7 @@ def test_pinned_memory_must_fit_on_host(tmp_path):
 def test_responses_of_step_must_fit_on_host(tmp_path):
     """Two replicas: rank 0 has all responses, another rank those of its replica."""
     config = shallow(tmp_path, rollout={"prompts_per_step": 6400})
-    received = fit.response_bytes(config, processes=2)
+    received = fit.response_bytes(config, trainers=2)
     assert received.writer > 1.4 * received.rank > 0
     (run,) = fit.find_lacking(config, processes=2, device_bytes=SHALLOW_DEVICE)[1]
     for rank, size in ((0, received.writer), (1, received.rank)):
@@ -323,6 +347,15 @@ def test_rank_receives_what_its_replica_trains_and_rank_0_everything():
     assert "a rank receives at most 98.0 MiB and rank 0, which writes them, 3,072.0 MiB" in str(
         found
     )
+
+
+def test_sampling_masks_of_the_maximum_are_counted():
+    # 7 ids and their number: 32 bytes more of each of 2**28 tokens, also at the owner.
+    masked = of_many_responses(rollout={"prompts_per_step": 512, "responses_per_prompt": 16,
+                                        "max_response_tokens": 32768, "top_k": 7})  # fmt: skip
+    found = fit.response_bytes(masked, processes=1024)
+    assert found.writer == 44 * 2**28
+    assert found.rank == 44 * 2**28 // 32 + 36 * 16 * 32768
 
 
 def test_one_replica_receives_everything_and_one_process_nothing():

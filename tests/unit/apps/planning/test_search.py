@@ -323,7 +323,7 @@ def test_run_cost(tmp_path, planner, result):
     assert option.layout.replicas * option.layout.tensor == 8
     assert cost.host_bytes == pytest.approx(12 * 1_777_088_000, rel=0.01)
     # What a dry run of the config prints, and what the memory of a layout contains.
-    assert cost.responses == response_bytes(config_of(option, config), processes=8)
+    assert cost.responses == response_bytes(config_of(option, config), trainers=8)
     assert str(cost.responses) in "\n".join(cost.describe())
     packs = planner.packs(option.layout)
     local = option.layout.tokens // option.layout.context
