@@ -303,6 +303,7 @@ def _extend(part: RolloutWindow, position: int, generated: Generated) -> Respons
         text=generated.text,
         finish_reason=generated.finish_reason,
         later_versions=later,
+        owner=generated.owner,  # a checkpoint's response is on every rank; its new tokens are not
     )
 
 
