@@ -49,15 +49,21 @@ def score_by_reference(rank, world_size, root):
     for got, want, theirs in zip(policy.compute_logprobs(packs), own, wanted, strict=True):
         assert torch.equal(got, want) and not torch.allclose(got, theirs, atol=0.1)
     assert all(weight.device.type == "cpu" for weight in reference.inactive.values())
-    with pytest.raises(ValueError, match=r"lm_head.weight is missing|has shape"):
-        ReferencePolicy(policy, root / "smaller")
+    # A reference of another shape is a model of its own, and leaves the policy as it is.
+    smaller = MegatronActor(root / "smaller", topology=topology, settings=ActorSettings())
+    reference = ReferencePolicy(policy, root / "smaller")
+    scored = reference.compute_logprobs(packs), smaller.compute_logprobs(packs)
+    assert all(torch.equal(*pair) for pair in zip(*scored, strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(policy.compute_logprobs(packs), own, strict=True)
+    )
     return "done"
 
 
 def test_reference_scores_and_restores_policy(tmp_path):
     make_model(tmp_path / "policy", tied=False)
     make_model(tmp_path / "other", tied=False, seed=4)
-    make_model(tmp_path / "smaller", tied=True, seed=4)
+    make_model(tmp_path / "smaller", tied=True, seed=4, layers=2)
     assert run_ranks(score_by_reference, 2, tmp_path) == ["done", "done"]
 
 
