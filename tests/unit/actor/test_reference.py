@@ -54,9 +54,7 @@ def score_by_reference(rank, world_size, root):
     reference = ReferencePolicy(policy, root / "smaller")
     scored = reference.compute_logprobs(packs), smaller.compute_logprobs(packs)
     assert all(torch.equal(*pair) for pair in zip(*scored, strict=True))
-    assert all(
-        torch.equal(*pair) for pair in zip(policy.compute_logprobs(packs), own, strict=True)
-    )
+    assert all(torch.equal(*pair) for pair in zip(policy.compute_logprobs(packs), own, strict=True))
     return "done"
 
 
