@@ -10,11 +10,12 @@ import os
 import pyarrow
 import torch.distributed as dist
 
+from megatron_rl.cli import COMMANDS
 from megatron_rl.commands.train import rank_modules
 from megatron_rl.runtime.processes import prepare_environment, quiet_libraries
 
 MODULES = (
-    *rank_modules(),
+    *rank_modules(), *(f"megatron_rl.commands.{name}" for name in COMMANDS),
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
     "compressed_tensors", "matplotlib.figure", "mpl_toolkits.mplot3d.axes3d", "tabulate",
 )  # fmt: skip

@@ -2,8 +2,9 @@
 # Set up, then check style, types, documentation and tests; a summary at the end.
 #
 #   bash tools/test.sh                 everything that the environment of the set-up can test
-#   bash tools/test.sh slow            with installations of their own: SLURM, releases of Transformer
-#                                      Engine, agents of other frameworks
+#   bash tools/test.sh slow            tests marked slow: further cases of what the others show, and
+#                                      what installs SLURM, releases of Transformer Engine, or agents
+#                                      of other frameworks
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the most informative unit tests
 #
@@ -23,16 +24,13 @@ case ${1:-all} in
 esac
 
 # Mathematics, layouts and weight plans, and the training loop with fakes. Tests there that start
-# ranks or enumerate all cases (marked slow) run in the other parts.
+# ranks run in the other parts.
 FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
     tests/unit/distributed/test_sequence_{layout,statistics}.py
     tests/unit/resharding/test_{push_schedule,pieces}.py tests/unit/rewards/test_math_answer.py)
 
 # The fast part uses the existing environment.
 [[ ${1:-all} == fast && -x $VENV/bin/pytest ]] || bash tools/setup_env.sh || exit 1
-
-SLOW=(tests/functional/slurm tests/functional/test_real_transformer_engine.py
-    tests/functional/test_outside_agents.py)
 
 # Run two test files at a time: many tests wait, or use one core. The longest files
 # come first. A test process that dies fails the command at once: the others would wait for ever.
@@ -53,8 +51,9 @@ run_part() {
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
             --no-processes --hypothesis-seed=0 ;;
         tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
-            "${SLOW[@]/#/--ignore=}" --durations=40 --hypothesis-seed=0 ;;
-        slow) "$VENV/bin/python" -m pytest "${SLOW[@]}" "${SIDE_BY_SIDE[@]}" --durations=40 ;;
+            -m "not slow" --durations=40 --hypothesis-seed=0 ;;
+        slow) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
+            -m slow --durations=40 --hypothesis-seed=0 ;;
     esac
 }
 

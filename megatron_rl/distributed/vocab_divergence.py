@@ -28,8 +28,10 @@ from megatron_rl.distributed.vocab_parallel import (
     add_product,
     compute_logits,
     log_sums,
+    returned_gradient,
     spans,
     tile_shape,
+    weight_gradient,
 )
 from megatron_rl.types import Divergence, ReferenceHead
 
@@ -119,11 +121,7 @@ class _Divergence(torch.autograd.Function):
         """Return the gradients of hidden (this rank's part of the group's sum) and weight."""
         hidden, weight = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        total = None  # of a frozen weight
-        if ctx.into_main_grad:
-            total = weight.main_grad
-        elif ctx.needs_input_grad[1]:
-            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        total = weight_gradient(weight, ctx.needs_input_grad[1], ctx.into_main_grad)
         for tokens, rows in _tiles(len(hidden), ctx.count, hidden.device.type):
             logs = _Divergence._log_probs(ctx, hidden, weight, tokens, rows)
             out = _logit_gradient(*logs, ctx.center[tokens], ctx.divergence)
@@ -134,11 +132,7 @@ class _Divergence(torch.autograd.Function):
             add_product(grad_hidden[tokens], out.t(), weight[rows])
             if total is not None:
                 add_product(total[rows], out, hidden[tokens])
-        grad_weight = None
-        if total is not None and not ctx.into_main_grad:
-            grad_weight = total.to(weight.dtype)
-        elif getattr(weight, "returns_zero_gradient", False):
-            grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
+        grad_weight = returned_gradient(weight, total, ctx.into_main_grad)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 

@@ -215,11 +215,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, labels, log_sum, mean, mask = ctx.saved_tensors
         real = weight[: ctx.shard.real_rows(len(weight))]
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        total = None  # of a frozen weight
-        if ctx.into_main_grad:
-            total = weight.main_grad
-        elif ctx.needs_input_grad[1]:
-            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        total = weight_gradient(weight, ctx.needs_input_grad[1], ctx.into_main_grad)
         steps = tile_shape(len(hidden), rows=len(real), device=hidden.device.type)
         for tokens in spans(len(hidden), steps[0]):
             for rows in spans(len(real), steps[1]):
@@ -242,15 +238,27 @@ class _TokenLogprobs(torch.autograd.Function):
                 if total is not None:
                     add_product(total[rows], out, hidden[tokens])
                 del out
-        if total is None:
-            grad_weight = None
-        elif not ctx.into_main_grad:
-            grad_weight = total.to(weight.dtype)
-        elif getattr(weight, "returns_zero_gradient", False):
-            grad_weight = weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
-        else:
-            grad_weight = None
+        grad_weight = returned_gradient(weight, total, ctx.into_main_grad)
         return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None, None
+
+
+def weight_gradient(weight: Tensor, is_trained: bool, into_main_grad: bool) -> Tensor | None:
+    """Return the tensor that tiles add the weight's gradient to; None for a frozen weight."""
+    if into_main_grad:
+        main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+        return main_grad
+    if not is_trained:
+        return None
+    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+
+def returned_gradient(weight: Tensor, total: Tensor | None, into_main_grad: bool) -> Tensor | None:
+    """Return what autograd gets as the weight's gradient: nothing if it is in `main_grad`."""
+    if total is not None and not into_main_grad:
+        return total.to(weight.dtype)
+    if total is not None and getattr(weight, "returns_zero_gradient", False):
+        return weight.new_zeros(()).expand_as(weight)  # triggers the gradient hook
+    return None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

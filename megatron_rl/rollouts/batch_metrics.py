@@ -44,7 +44,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "response/length_mean": statistics.fmean(lengths),
         "response/length_max": max(lengths),
         "response/truncated_fraction": statistics.fmean(truncated),
-        **_sampling_metrics(batch.rollouts),
+        **sampling_metrics(batch.rollouts),
         "rollout/weight_version": min(r.response.weight_version for r in batch.rollouts),
         **_conversation_metrics(batch.rollouts),
     }
@@ -60,7 +60,7 @@ def _engine_entropy(rollouts: Sequence[Rollout]) -> float:
     )
 
 
-def _sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def sampling_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Sizes of the sampling masks; nan where the rank lacks some: rank 0 has all. Empty without."""
     rows = [row for one in rollouts if len(row := one.response.mask_counts)]
     if not rows:

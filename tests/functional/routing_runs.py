@@ -14,7 +14,7 @@ from megatron_rl.trainer.recorder import Recorder
 from tests.functional.tiny_runs import CONFIG, PLACES, TASK
 
 SETTINGS = (
-    "model.routing_replay=behavior", "reward.verifier=tests.functional.routing_runs:grade",
+    "model.routing_replay=behavior", "reward.verifier=tests.functional.sums:parity",
     "rollout.prompts_per_step=4", "rollout.responses_per_prompt=4", "trainer.steps=2",
     "rollout.max_response_tokens=24", "trainer.epochs=2", "trainer.minibatches=2",
     "trainer.checkpoint_every=1", "trainer.self_test_every=1", "parallel.context=1", "eval.sets={}",
@@ -26,11 +26,6 @@ ENDS = {"killed": 0, "interrupted": 2}  # updates of the second step that are do
 
 class Killed(BaseException):
     """In place of a signal: nothing is saved, nothing is cleaned up."""
-
-
-def grade(text, ground_truth, data_source):
-    """A reward that responses of an untrained model differ in."""
-    return float(sum(map(ord, text)) % 2)
 
 
 def make_model(folder):

@@ -33,8 +33,8 @@ LAYOUTS = {
     "tp2-dp2-ep2-etp2": (
         {"tensor": 2, "expert": 2, "expert_tensor": 2}, 4, MIXTURE, "tp2-ep2-etp1",
     ),
-    "tp4-pp2-ep2-etp1": (
-        {"tensor": 4, "pipeline": 2, "stage_layers": [4, 2], "expert": 2, "expert_tensor": 1}, 8,
+    "tp2-pp2-ep2-etp1": (
+        {"tensor": 2, "pipeline": 2, "stage_layers": [4, 2], "expert": 2, "expert_tensor": 1}, 4,
         MIXTURE, "tp2-dp2-ep2-etp2",
     ),
 }  # fmt: skip

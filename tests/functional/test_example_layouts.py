@@ -4,7 +4,7 @@ import pytest
 
 from megatron_rl.config import load_config
 from tests.functional.test_train_layouts import make_model
-from tests.functional.tiny_runs import ROOT, TRAIN, train
+from tests.functional.tiny_runs import PLACES, ROOT, TRAIN, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 HEADS_OF_32 = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -55,28 +55,24 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """The metrics of every shrunken run, by the name of its example."""
-    folder, rows = tmp_path_factory.mktemp("examples"), {}
-    for name, (architecture, sizes, ranks) in SHRUNKEN.items():
-        make_model(folder / "models" / name, architecture, **sizes)
-        config = EXAMPLES / f"{name}.yaml"
-        smaller = SMALLER.get(name, ())
-        replicas = ranks // load_config(config, list(smaller)).parallel.model_size
-        rows[name] = train(
-            *SHORT, *smaller, f"parallel.data={replicas}", f"run.dir={folder}", f"run.name={name}",
-            config=config,
-            places=(f"model.path={folder}/models/{name}", f"data.train={TRAIN}"),
-        )  # fmt: skip
-    return rows
+# What the two others show, over more ranks or fewer.
+SLOW = ("r1_distill_1_5b_epochs4", "qwen2_5_32b", "qwen3_235b_a22b")
 
 
-@pytest.mark.parametrize("name", SHRUNKEN)
-def test_shrunken_example_trains_for_one_step(rows, name):
-    parallel = load_config(EXAMPLES / f"{name}.yaml", list(SMALLER.get(name, ()))).parallel
-    assert SHRUNKEN[name][2] % parallel.model_size == 0
-    first, step = rows[name]
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHRUNKEN]
+)
+def test_shrunken_example_trains_for_one_step(tmp_path, name):
+    architecture, sizes, ranks = SHRUNKEN[name]
+    make_model(tmp_path / "model", architecture, **sizes)
+    config, smaller = EXAMPLES / f"{name}.yaml", SMALLER.get(name, ())
+    model_size = load_config(config, list(smaller)).parallel.model_size
+    assert ranks % model_size == 0
+    first, step = train(
+        *SHORT, *smaller, f"parallel.data={ranks // model_size}", f"run.dir={tmp_path}",
+        "run.name=run", config=config,
+        places=(f"model.path={tmp_path}/model", f"data.train={TRAIN}", PLACES[-1]),
+    )  # fmt: skip
     assert (first["step"], step["step"]) == (0, 1)
     assert step["ratio/first_minibatch_max_deviation"] == 0.0
     # Float32 in two implementations; the push has brought every weight to where it belongs.

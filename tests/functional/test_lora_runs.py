@@ -70,6 +70,7 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
     assert_same_adapters(tmp_path / "killed", whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_sends_adapters_starts_from_those_of_another(tmp_path, whole):
     """Two runs from the adapters of `whole`, one of them killed, with the same results."""
     lora = f"lora={{rank: 8, alpha: 16, path: '{whole / 'adapter'}', push: adapters}}"

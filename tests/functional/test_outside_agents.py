@@ -18,6 +18,7 @@ from tests.functional.conversation_runs import CONFIG
 from tests.functional.test_conversations import save_model
 from tests.functional.tiny_runs import ROOT, train
 
+pytestmark = pytest.mark.slow
 # Virtual environments: those of one have packages that exclude each other's releases.
 PACKAGES = {
     "OUTSIDE_PYTHON": ("openai==3.54.0", "verifiers==0.1.14"),

@@ -26,6 +26,7 @@ from tests.functional.test_actor_layouts import (
 )
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
 MODELS = {
     "qwen2": ("Qwen2Config", {"head_dim": 8}),  # biases
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms

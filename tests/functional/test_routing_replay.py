@@ -11,7 +11,7 @@ from tests.functional.test_actor_architectures import EXPERTS, GROUPED, LATENT, 
 from tests.functional.test_actor_layouts import make_rollouts, randomise
 from tests.ranks import run_ranks
 
-UPDATES = 6
+UPDATES = 4
 # Replay and recomputation; the first of a model is the definition.
 CASES = {
     "qwen2 replay": (True, "none"),
@@ -35,19 +35,16 @@ LAYOUTS = {
     "pp2-virtual2": (
         {"pipeline": 2, "virtual_stages": 2},
         2,
-        ["replay, selective", "compare, full"],
+        ["replay, full", "compare, full"],
     ),
     "tp2-pp2-cp2-ep2": (
         {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
         8,
-        [
-            "replay, selective", "replay, full", "compare", "qwen2 replay, selective",
-            "glm4 replay, selective", "deepseek replay, selective", "next replay, selective",
-        ],
+        ["replay, selective", "compare", "glm4 replay, selective", "next replay, selective"],
     ),
-    "tp2-pp2-cp2-ep2-etp1": (
-        {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2, "expert_tensor": 1},
-        8,
+    "tp2-pp2-ep2-etp1": (
+        {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+        4,
         ["gpt replay, selective"],
     ),
 }  # fmt: skip
@@ -158,7 +155,7 @@ def _read_elsewhere(rank, world_size, root, layout):
     actor = MegatronActor(Path(root) / "model", topology=topology, settings=ActorSettings())
     rollouts, advantages = make_rollouts()
     tables = []
-    for folder in ("one-replay", "tensor2-pipeline2-context2-expert2-replay, full"):
+    for folder in ("one-replay", "tensor2-pipeline2-context2-expert2-replay, selective"):
         minibatches = plan_minibatches(
             rollouts,
             advantages,

@@ -141,7 +141,7 @@ ONE, TWO = [(1, 1, 1, 1)], [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_sync_weights_engine_matches_actor_in_every_layout(tied, tmp_path):
     _save_model(tmp_path, tied=tied)
-    launches = [(1, 1, ONE), (2, 1, TWO), (2, 2, TWO), (8, 2, [(2, 2, 2, 1)])]
+    launches = [(1, 1, ONE), (2, 1, TWO), (2, 2, TWO), (4, 2, [(2, 2, 1, 1)])]
     if tied:
         launches = [(2, 2, [(1, 2, 1, 1), (2, 1, 1, 1)])]
     samples = []

@@ -98,7 +98,7 @@ def kill_the_engine(*, is_mine):
         _remember_progress()
         begin = StragglerBarrier.begin
         StragglerBarrier.begin = lambda work: (begun.append(work), begin(work))[1]
-        _before(LLMEngine, "step", wait_for_a_dead_device, call=60)
+        _before(LLMEngine, "step", wait_for_a_dead_device, call=24)
 
 
 def hang_in_a_save(*, is_mine):

@@ -13,13 +13,13 @@ import pytest
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import read_metrics
 from tests.functional.faults import runs
-from tests.functional.tiny_runs import CONFIG, PLACES, make_task
+from tests.functional.tiny_runs import CONFIG, CUT, PLACES, make_task
 from tests.ranks import start_process
 
 # 4 updates a step.
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
          "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
-         "trainer.checkpoint_every=1", "optimizer.decay=constant")  # fmt: skip
+         "trainer.checkpoint_every=1", "optimizer.decay=constant", *CUT)  # fmt: skip
 ALL = bool(os.environ.get("MEGATRON_RL_ALL_FAULTS"))
 only_in_all = pytest.mark.skipif(not ALL, reason="MEGATRON_RL_ALL_FAULTS=1 runs it")
 RUNS = [

@@ -20,6 +20,7 @@ from tests.functional.debian import missing
 from tests.functional.slurm.throwaway import PACKAGES, PROGRAMS, ThrowawaySlurm
 from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task
 
+pytestmark = pytest.mark.slow
 LAUNCHER = ROOT / ".cache" / "launcher"
 STEPS = 32  # so many that a paced run cannot end by itself
 DEADLINE = 600.0

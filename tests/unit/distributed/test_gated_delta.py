@@ -16,13 +16,13 @@ from megatron_rl.distributed import chunk_scan
 from megatron_rl.distributed import gated_delta as convolution
 from megatron_rl.distributed import gated_delta as delta
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from tests.unit.distributed.eight_ranks import all_results
+from tests.unit.distributed.four_ranks import all_results
 from tests.unit.objectives.mutate import mutated
 
 LENGTHS = (37, 5, 130, 1, 63, 8, 2)
 KEY_HEADS, HEADS, KEY, VALUE = 1, 3, 8, 12
 CHANNELS = 10
-CP_SIZES = (1, 2, 4, 8)
+CP_SIZES = (1, 2, 4)
 NAMES = ("outputs", "convolved", "q", "k", "v", "g", "beta", "x", "weight")
 
 

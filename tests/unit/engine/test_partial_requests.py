@@ -1,5 +1,7 @@
 """Tests of the assignment of unfinished responses to engines, and of merging their outputs."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_rl.engine.engine import RolloutWindow
@@ -54,3 +56,10 @@ def test_merge_outputs_without_new_version_or_tokens_adds_no_range():
     (same,) = merge_outputs([make_part(1, seed=1, started=started)], new)
     assert same[0].versions == ((0, 3), (1, 4))
     assert same[1].versions == ((0, 3),)
+
+
+def test_response_of_a_checkpoint_belongs_to_the_rank_that_continued_it():
+    started = [response(10, 0, 2, "unfinished"), response(10, 1, 1, "stop")]
+    new = [replace(generated(0, 3, version=4), owner=1)]
+    ((continued, finished),) = merge_outputs([make_part(1, seed=1, started=started)], new)
+    assert continued.owner == 1 and finished.owner == -1  # every rank has the finished one

@@ -20,7 +20,7 @@ from megatron_rl.objectives import (
     weights,
 )
 from megatron_rl.types import Denominators
-from tests.unit.distributed.eight_ranks import all_results
+from tests.unit.distributed.four_ranks import all_results
 from tests.unit.objectives import naive, test_definitions, test_invariance
 from tests.unit.objectives.mutate import mutated
 

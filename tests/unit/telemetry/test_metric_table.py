@@ -3,12 +3,13 @@
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config import parse_config
 from megatron_rl.resharding.push import SyncStats
-from megatron_rl.rollouts.batch_metrics import generation_metrics
+from megatron_rl.rollouts.batch_metrics import generation_metrics, sampling_metrics
 from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.runs.files import PHASES, read_metrics
 from megatron_rl.telemetry.loggers import OVERVIEW, tensorboard_tag
@@ -37,6 +38,10 @@ def emitted(tmp_path_factory):
         engine_seconds=[1.0], rollouts=[], engine_routes_changed=torch.ones(2, 2)
     )
     names |= set(generation_metrics([routed], {}, seconds=1.0))
+    masked = SimpleNamespace(response=SimpleNamespace(mask_counts=np.array([1, 3], np.int32)))
+    found = sampling_metrics([masked])  # of a real engine too
+    assert list(found.values()) == [2, 3, 0.5]
+    names |= set(found)
     validated = SimpleNamespace(
         run=SimpleNamespace(config=parse_config(SUPERVISED)),
         prompts=SimpleNamespace(validation={"held": ()}),

@@ -43,7 +43,14 @@ def shallow(tmp_path, **sections):
 LONG_OR_EQUAL = {"r1_distill_1_5b_epochs1", "qwen3_235b_a22b"}
 
 
-@pytest.mark.parametrize("name", sorted(MODELS.keys() - LONG_OR_EQUAL))
+# One for each kind of layer and of optimizer.
+FIRST = ["r1_distill_1_5b_epochs4", "qwen3_30b_a3b", "moonlight_16b_a3b", "qwen2_5_7b_lora"]
+SLOW = sorted(MODELS.keys() - LONG_OR_EQUAL - set(FIRST))
+
+
+@pytest.mark.parametrize(
+    "name", [*FIRST, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+)
 def test_large_example_fits(tmp_path, name):
     dry_runs = fit.check_fit(example(tmp_path, name), processes=MODELS[name], device_bytes=DEVICE)
     assert sum(dry_runs[0].states.values()) > 2**30  # its true shape

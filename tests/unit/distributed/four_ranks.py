@@ -1,4 +1,4 @@
-"""Results of one group of eight gloo processes, shared by the layout and objective tests."""
+"""Results of one group of four gloo processes, shared by the layout and objective tests."""
 
 import atexit
 import functools
@@ -31,11 +31,11 @@ def all_results():
     """Return every rank's results, computed on the first call of any test worker of this run."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:
-        return run_ranks(on_rank, 8)
-    file = Path(tempfile.gettempdir(), f"megatron_rl-eight-ranks-{run}")
+        return run_ranks(on_rank, 4)
+    file = Path(tempfile.gettempdir(), f"megatron_rl-four-ranks-{run}")
     with FileLock(f"{file}.lock"):
         if not file.exists():
             atexit.register(Path(f"{file}.lock").unlink, missing_ok=True)
             atexit.register(file.unlink, missing_ok=True)
-            file.write_bytes(pickle.dumps(run_ranks(on_rank, 8)))
+            file.write_bytes(pickle.dumps(run_ranks(on_rank, 4)))
         return pickle.loads(file.read_bytes())
