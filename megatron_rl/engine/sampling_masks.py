@@ -98,8 +98,12 @@ class EngineSamplingMasks:
     def _take(self, name: str, count: int) -> list[np.ndarray]:
         """Remove and return the masks of the next `count` tokens of a request."""
         assert self._recorded is not None
-        recorded = self._recorded.get(find_request(self._recorded, name), {})
-        return [recorded.pop(position) for position in sorted(recorded)[:count]]
+        known = find_request(self._recorded, name)
+        recorded = self._recorded.pop(known, {})
+        rows = [recorded.pop(position) for position in sorted(recorded)[:count]]
+        if recorded:
+            self._recorded[known] = recorded
+        return rows
 
     def _record(self, llm: Any) -> None:
         """Keep the ids that the sampler leaves in each step of the engine."""
