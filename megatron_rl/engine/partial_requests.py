@@ -98,8 +98,9 @@ class PartialRequests:
         `should_stop` returned true, are raised on all ranks of the engine.
         """
         live: dict[Key, PartialRequest] = {}
+        masks = None
         if self.masks is not None:
-            self.masks.begin(is_recording=True)
+            masks = self.masks.begin(part.sampling for *_, part in assigned)
         start = time.monotonic()
         try:
             limit = time_limit + CLEAN_UP_SECONDS
@@ -129,7 +130,7 @@ class PartialRequests:
                                 f"their token limit in {time_limit:g} s; raise the limit"
                             )
                     steps += 1
-                    self._step(remaining)
+                    self._step(remaining, masks)
                     on_step()
         except BaseException:
             self.paused |= live
@@ -170,7 +171,9 @@ class PartialRequests:
             name, request, tokens, logprobs, part.tokens, self.version, masks=masks
         )
 
-    def _step(self, remaining: dict[str, PartialRequest]) -> None:
+    def _step(
+        self, remaining: dict[str, PartialRequest], masks: EngineSamplingMasks | None
+    ) -> None:
         """Run one engine step and pause the requests that have reached their limit."""
         scheduler = self._scheduler
         before = {name: scheduler.requests[name].num_preemptions for name in remaining}
@@ -182,7 +185,7 @@ class PartialRequests:
             raise RuntimeError(NO_ROOM)
         for output in outputs:
             partial = names[output.request_id]
-            partial.append(output, self.masks)
+            partial.append(output, masks)
             if partial.is_done:
                 del remaining[partial.request]
                 if partial.finish_reason == "unfinished":

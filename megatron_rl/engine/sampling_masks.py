@@ -67,11 +67,12 @@ class EngineSamplingMasks:
         if not on_cuda:
             self._record(llm)
 
-    def begin(self, *, is_recording: bool) -> None:
-        """Forget requests that never finished."""
-        self.is_recording = is_recording
+    def begin(self, sampling: Iterable[SamplingSettings]) -> "EngineSamplingMasks | None":
+        """Forget requests that never finished; returns itself if one of these calls wants masks."""
+        self.is_recording = any(one.returns_masks for one in sampling)
         if self._recorded:
             self._recorded.clear()
+        return self if self.is_recording else None
 
     def of(self, output: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return (kept ids of all tokens in `output`, number of each token's); int32.
@@ -97,8 +98,12 @@ class EngineSamplingMasks:
     def _take(self, name: str, count: int) -> list[np.ndarray]:
         """Remove and return the masks of the next `count` tokens of a request."""
         assert self._recorded is not None
-        recorded = self._recorded.get(find_request(self._recorded, name), {})
-        return [recorded.pop(position) for position in sorted(recorded)[:count]]
+        known = find_request(self._recorded, name)
+        recorded = self._recorded.pop(known, {})
+        rows = [recorded.pop(position) for position in sorted(recorded)[:count]]
+        if recorded:
+            self._recorded[known] = recorded
+        return rows
 
     def _record(self, llm: Any) -> None:
         """Keep the ids that the sampler leaves in each step of the engine."""

@@ -192,8 +192,9 @@ class VllmEngine:
         If an engine fails or times out, its ranks raise that error and others RuntimeError.
         """
         settings = sampling_per_prompt(sampling, count=len(prompts))
-        masks = self._begin_masks(settings)
+        masks = None
         if self._masks is not None:
+            masks = self._masks.begin(settings)
             settings = [bound_sampling(x, vocab_size=self.shape.vocab_size) for x in settings]
         longest = 1 if conversations else max(item.max_tokens for item in settings)
         self._check_prompts(prompts, tokens=longest)
@@ -360,14 +361,6 @@ class VllmEngine:
         check_prompts(
             prompts, vocab_size=self.shape.vocab_size, longest=self.max_model_len - tokens
         )
-
-    def _begin_masks(self, sampling: Sequence[SamplingSettings]) -> EngineSamplingMasks | None:
-        """Return what reads the sampling masks, if these settings ask for them."""
-        if self._masks is None:
-            return None
-        are_returned = any(one.returns_masks for one in sampling)
-        self._masks.begin(is_recording=are_returned)
-        return self._masks if are_returned else None
 
     def _require_weights(self) -> None:
         if self._version < 0:

@@ -105,6 +105,16 @@ def _free():
 
 def check_quickstart(row):
     """Create the tiny task and train on it from the command line, on one device."""
+    judge_quickstart(row, train_tiny(row))
+
+
+def check_sampling(row):
+    """Train on the tiny task with top-k and top-p, whose sampling masks vLLM returns."""
+    judge_sampling(row, train_tiny(row, "rollout.top_k=20", "rollout.top_p=0.98"))
+
+
+def train_tiny(row, *settings):
+    """Create the tiny task and train on it from the command line; returns the metrics."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([str(root), *(path for path in sys.path if path)])
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "0"}
@@ -122,11 +132,11 @@ def check_quickstart(row):
         call(
             *("-m", "megatron_rl.cli", "train", "--config", "examples/pnpo/quickstart.yaml"),
             *("parallel.context=1", f"trainer.steps={STEPS}"),
-            *("run.name=quickstart", f"run.dir={runs}"),
+            *("run.name=quickstart", f"run.dir={runs}", *settings),
         )
         row.note("seconds to train", time.monotonic() - start)
         lines = (runs / "quickstart" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        judge_quickstart(row, [json.loads(line) for line in lines])
+        return [json.loads(line) for line in lines]
     finally:
         shutil.rmtree(runs)
 
@@ -144,3 +154,9 @@ def judge_quickstart(row, metrics):
     row.at_most("first ratio - 1", worst, 0.0)
     row.at_most("log-prob gap", max(one["mismatch/logprob_abs_diff_mean"] for one in steps), 0.1)
     row.at_least("reward at last", rewards[-1], rewards[0] + 0.1)
+
+
+def judge_sampling(row, metrics):
+    """Check the same of a run whose sampler removes tokens, and that it kept several."""
+    judge_quickstart(row, metrics)
+    row.at_least("most kept tokens", max(one.get("sampling/kept_max", 0) for one in metrics), 2)

@@ -22,7 +22,7 @@ from tools.gpu_check.row import Row
 # Rows that only `--budget` and `--only` run: they compare systems or settings.
 LONG = (
     "peers", "windows", "heads", "swiglu", "attention_kept", "decode_graphs", "lora_7b",
-    "routes", "layouts",
+    "routes", "layouts", "sampling",
 )  # fmt: skip
 
 
@@ -71,6 +71,7 @@ ORDER = (
     Planned(actors.check_transformer_engine, "layers", 9.9),
     Planned(actors.check_fp8, "layers", 1.3),
     Planned(dry_run.check_dry_run, "dry_run", 50.5),
+    Planned(engine.check_sampling, "sampling", 140),
 )
 START_SECONDS = 15.0  # of a family's process: imports and the first use of the device
 PATIENCE = 5.0  # a process is ended after so many times its estimate, but not before

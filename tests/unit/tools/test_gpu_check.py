@@ -240,6 +240,14 @@ def test_run_check_fails_if_inexact_or_not_learning(change, output):
         engine.judge_quickstart(Row("quickstart"), steps)
 
 
+@pytest.mark.parametrize("kept", [{"sampling/kept_max": 1.0}, {}])
+def test_sampling_check_fails_if_nothing_was_removed(monkeypatch, kept):
+    monkeypatch.setattr(engine, "judge_quickstart", lambda row, metrics: None)  # as above
+    engine.judge_sampling(Row("sampling"), [{}, {"sampling/kept_max": 2.0}])
+    with pytest.raises(AssertionError, match="most kept tokens"):
+        engine.judge_sampling(Row("sampling"), [{}, kept])
+
+
 def test_dry_run_check_fails_on_different_peaks(monkeypatch):
     held = {"behavior": 1000, "update": 2000}
     monkeypatch.setattr(dry_run, "allocated", lambda file: held)
