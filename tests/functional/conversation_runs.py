@@ -26,7 +26,6 @@ SHORT = (
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
     "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
-    "reward.verifier=tests.functional.sums:grade",
 )  # fmt: skip
 ALL = (
     "lag.batches=1", "replay={capacity: 3, fresh: 0.5}", "dynamic_sampling.rounds=1",
