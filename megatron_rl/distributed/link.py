@@ -12,7 +12,7 @@ any size go either way. Weights are exchanged by both sides at once, on an order
 import os
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, Self
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
 from megatron_rl.runtime.interruption import RunInterrupted
+from megatron_rl.runtime.watchdog import Heartbeat
 
 WEIGHTS, VALUES = 0, 1  # tags of messages
 _REPORT_INTERVAL = 1.0  # seconds between two reports of progress
@@ -39,7 +40,7 @@ class Link:
 
     rank: of all ranks, of which the first `trainers` train and the last `engines` generate.
     store: torch's Store, reached by all ranks. patience: seconds to wait for the other side while
-    it makes no progress. on_wait: called at least four times per second while waiting.
+    it makes no progress. heartbeat: of this rank; waiting counts as progress.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class Link:
     store: Any
     timeout: timedelta
     patience: float = float("inf")
-    on_wait: Callable[[], object] = lambda: None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     _gathers: int = 0
     _orders: int = 0
     _posted: int = 0
@@ -142,6 +143,10 @@ class Link:
         self._host.recv([data], other, VALUES).wait()
         return pickle.loads(data.numpy().data)
 
+    def watch(self, heartbeat: Heartbeat) -> None:
+        """Use this rank's heartbeat, whose progress the other side sees from now on."""
+        self.heartbeat, heartbeat.also = heartbeat, self.advance
+
     def advance(self) -> None:
         """Report that this rank makes progress, at most once per second."""
         now = time.monotonic()
@@ -190,13 +195,18 @@ class Link:
 
     def _wait_for(self, key: str) -> bytes:
         """Return the value of a key of the store as soon as it exists."""
+        # If rank 0 does not respond, the store does not either: nothing is counted then.
+        with self.heartbeat.patient(self.patience):
+            return self._poll(key)
+
+    def _poll(self, key: str) -> bytes:
         self._is_waiting = True
         since, progress, pause = time.monotonic(), -1, _SHORTEST_PAUSE
         try:
             while not self.store.check([key]):
                 if self.store.check([_FAILED]):
                     raise OtherRankError(self.store.get(_FAILED).decode())
-                self.on_wait()
+                self.heartbeat.count()
                 now = self.store.add(_progress_key(is_engine=not self.is_engine), 0)
                 if now != progress:
                     progress, since = now, time.monotonic()

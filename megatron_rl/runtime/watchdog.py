@@ -24,7 +24,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +97,21 @@ class Heartbeat:
     def count(self, *_: object) -> None:
         """Record progress; usable as a callback, arguments are ignored."""
         self._write()
+
+    @contextlib.contextmanager
+    def patient(self, seconds: float) -> Iterator[None]:
+        """Allow at least so many seconds without progress in the block, which waits for others.
+
+        The watchdog of those that do not respond is then the first, and names them.
+        """
+        phase, budget = self._now
+        self._now = phase, max(budget, seconds)
+        self._write()
+        try:
+            yield
+        finally:
+            self._now = phase, budget
+            self._write()
 
     def _budget_of(self, phase: str) -> float:
         return self._budgets.get(phase, self._budget)

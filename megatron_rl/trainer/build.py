@@ -120,8 +120,8 @@ def _generate(
 ) -> None:
     """Generate on the ranks of this side of the link until the trainers end."""
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
-    progress, _ = watch(config, directory, rank=topology.rank, first=link.trainers)
-    link.on_wait, progress.also = progress.count, link.advance
+    progress, _ = watch(config, directory, rank=link.rank, link=link)
+    link.watch(progress)
     console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
@@ -168,9 +168,9 @@ def _train(
 ) -> None:
     """Train on the ranks of this side of the link, or on all."""
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
-    progress, unwatched = watch(config, directory, rank=rank)
+    progress, unwatched = watch(config, directory, rank=rank, link=link)
     if link is not None:
-        link.on_wait, progress.also = progress.count, link.advance
+        link.watch(progress)
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )

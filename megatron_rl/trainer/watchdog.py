@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import gather_from_ranks
+from megatron_rl.distributed.link import Link
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import shared_folder
 from megatron_rl.runtime.watchdog import (
@@ -32,12 +33,12 @@ def longest_silence(config: Config) -> float:
 
 
 def watch(
-    config: Config, directory: RunDirectory, *, rank: int, first: int = 0
+    config: Config, directory: RunDirectory, *, rank: int, link: Link | None = None
 ) -> tuple[Heartbeat, str | None]:
     """Start one watchdog process per node; returns this rank's heartbeat and a warning. Collective.
 
-    The warning is the reason why no watchdog could be started. first: the number that reports give
-    to rank 0, where other ranks have groups of their own.
+    The warning is the reason why no watchdog could be started. link: joins this rank with others
+    that have groups of their own; `rank` is then its number there.
     """
     stall = config.trainer.stall_seconds
     if stall is None:
@@ -46,22 +47,21 @@ def watch(
     budgets["sync"] = max(stall, config.resharding.time_limit_seconds + GRACE)
     # Containers may share a host name; processes see each other in one PID namespace.
     node = f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino}"
-    nodes = gather_from_ranks(node)
+    nodes = gather_from_ranks(node, link=link)
     ranks = [other for other, where in enumerate(nodes) if where == node]
     place = ranks.index(rank)
     progress = None
     with contextlib.ExitStack() as stack:
         folder, problem = _make_folder(stack, len(ranks)) if place == 0 else (None, None)
-        folder = gather_from_ranks(folder)[ranks[0]]
+        folder = gather_from_ranks(folder, link=link)[ranks[0]]
         if folder is not None:
             try:
                 progress = _open(folder, place, budget=stall, budgets=budgets)
             except OSError as error:
                 problem = error
-        is_open = gather_from_ranks(progress is not None)
+        is_open = gather_from_ranks(progress is not None, link=link)
         if place == 0 and folder is not None and all(is_open[other] for other in ranks):
-            named = [first + other for other in ranks]
-            _start_watcher(folder, named, reports=directory.stalls)
+            _start_watcher(folder, ranks, reports=directory.stalls)
     if not all(is_open):
         return Heartbeat(), f"hangs will not be detected: the watchdog cannot start ({problem})"
     assert progress is not None

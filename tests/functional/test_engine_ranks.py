@@ -24,16 +24,14 @@ SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "traine
 EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
 WINDOWS = "lag.partial_rollouts={every_tokens: 16, cache: %s}"
 CASES = {  # settings of both runs, and the number of ranks that only generate
-    "lag 1": (("lag.batches=1",), 1),
     "lag 2, engine's log-probs, LoRA": (
         ("lag.batches=2", "behavior=engine", "lora={rank: 8, alpha: 16}"), 1),
     "drawn lags, adapters alone, 1 + 2 ranks": (
         ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}",
          "lora={rank: 8, alpha: 16, push: adapters}"), 2),
-    "short groups first, replay": (
+    "short groups first, replay, windows of responses": (
         ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
-         "replay={capacity: 2, fresh: 0.5}"), 1),
-    "lag 1, windows of responses": (("lag.batches=1", WINDOWS % "recompute"), 1),
+         "replay={capacity: 2, fresh: 0.5}", WINDOWS % "recompute"), 1),
     "lag 3, evaluated, replay, every second sync, top-p": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
          "rollout.top_k=8", "rollout.top_p=0.98",
@@ -85,8 +83,7 @@ def task():
 
 
 # Each of their settings is in another case too, but the order of short groups.
-SLOW = ("lag 1", "lag 2, engine's log-probs, LoRA", "short groups first, replay",
-        "lag 1, windows of responses")  # fmt: skip
+SLOW = ("lag 2, engine's log-probs, LoRA", "short groups first, replay, windows of responses")
 
 
 @pytest.mark.parametrize(
@@ -172,16 +169,28 @@ def test_run_that_ends_on_either_side_is_resumed_exactly(tmp_path):
     assert_equal(whole, run)
 
 
-@pytest.mark.parametrize(
-    ("rank", "side"), [(1, "generates"), pytest.param(0, "trains", marks=pytest.mark.slow)]
-)
-def test_stopped_rank_of_either_side_ends_both_and_is_named(rank, side, tmp_path):
-    settings = ("lag.batches=1", "parallel.engine_ranks=1", "trainer.steps=500",
-                "trainer.stall_seconds=20", "resharding.time_limit_seconds=20")  # fmt: skip
-    process = start_training(*SHORT, f"run.dir={tmp_path}", "run.name=stopped", *settings)
+HANGING = ("lag.batches=1", "parallel.engine_ranks=1", "trainer.steps=500",
+           "trainer.stall_seconds=20", "resharding.time_limit_seconds=20")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_stopped_engine_ends_both_sides_and_is_named(tmp_path):
+    process = start_training(*SHORT, f"run.dir={tmp_path}", "run.name=stopped", *HANGING)
     wait_for_row(process, tmp_path / "stopped", 1)
     ranks = ranks_of(process)
-    ranks[rank].suspend()
-    assert process.wait(timeout=400) == INTERRUPTED, side
-    assert f"rank {rank} is stopped (SIGSTOP or a debugger)" in process.read()
+    ranks[1].suspend()
+    assert process.wait(timeout=400) == INTERRUPTED
+    assert "rank 1 is stopped (SIGSTOP or a debugger)" in process.read()
     assert not any(one.is_running() and one.status() != "zombie" for one in ranks)
+
+
+def test_trainer_stopped_in_a_save_is_named_and_not_engine_that_waits(tmp_path):
+    """A save may take longer than what engines do, and the store that they poll is in rank 0."""
+    arguments = training_arguments(*SHORT, f"run.dir={tmp_path}", "run.name=stopped", *HANGING)
+    answer = tmp_path / "answer.json"
+    request = {"fault": "stop_in_a_save", "rank": 0, "arguments": arguments}
+    process = start_process(runs.run_all, [request], str(answer))
+    process.join(timeout=400)
+    (ended,) = json.loads(answer.read_text())
+    assert ended["status"] == INTERRUPTED and ended["left"] == [], ended["output"]
+    assert "rank 0 is stopped (SIGSTOP or a debugger)" in ended["output"], ended["output"]

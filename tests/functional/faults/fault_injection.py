@@ -114,6 +114,18 @@ def hang_in_a_save(*, is_mine):
         _before(saving, "sum_files", write_for_ever, call=2)
 
 
+def stop_in_a_save(*, is_mine):
+    """SIGSTOP, in the second checkpoint."""
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while True:  # as above
+            signal.pause()
+
+    if is_mine:
+        _before(saving, "sum_files", stop, call=2)
+
+
 def fill_the_disk(*, is_mine):
     """ENOSPC: elsewhere in the first checkpoint, while Megatron writes; here in the second."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async

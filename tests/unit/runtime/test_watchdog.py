@@ -152,6 +152,9 @@ def test_slot_has_phase_budget_and_count(tmp_path):
         progress.count(3, 16)
         slot = read_slot(board, 1)
         assert (slot.phase, slot.budget, slot.count) == ("rollout", 5.0, 3)
+        with progress.patient(60.0):
+            assert (read_slot(board, 1).phase, read_slot(board, 1).budget) == ("rollout", 60.0)
+        assert read_slot(board, 1).budget == 5.0
         progress.begin("checkpoint" + "é" * 300)
         assert read_slot(board, 1).phase.startswith("checkpointé")
         assert slot.process == os.getpid() and read_slot(board, 0).count == 0

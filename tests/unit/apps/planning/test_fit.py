@@ -341,7 +341,7 @@ def of_many_responses(**sections):
 def test_rank_receives_what_its_replica_trains_and_rank_0_everything():
     # 512 * 16 * 32,768 = 2**28 tokens of 12 bytes; 1,024 / 32 = 32 replicas. 4 bytes of each token
     # come back to the engine that generated it; one with a prompt has its 16 responses.
-    found = fit.response_bytes(of_many_responses(), processes=1024)
+    found = fit.response_bytes(of_many_responses(), trainers=1024)
     assert found.writer == 12 * 2**28
     assert found.rank == 12 * 2**28 // 32 + 4 * 16 * 32768
     assert "a rank receives at most 98.0 MiB and rank 0, which writes them, 3,072.0 MiB" in str(
@@ -353,12 +353,12 @@ def test_sampling_masks_of_the_maximum_are_counted():
     # 7 ids and their number: 32 bytes more of each of 2**28 tokens, also at the owner.
     masked = of_many_responses(rollout={"prompts_per_step": 512, "responses_per_prompt": 16,
                                         "max_response_tokens": 32768, "top_k": 7})  # fmt: skip
-    found = fit.response_bytes(masked, processes=1024)
+    found = fit.response_bytes(masked, trainers=1024)
     assert found.writer == 44 * 2**28
     assert found.rank == 44 * 2**28 // 32 + 36 * 16 * 32768
 
 
 def test_one_replica_receives_everything_and_one_process_nothing():
-    assert fit.response_bytes(of_many_responses(), processes=32).rank == 12 * 2**28
-    alone = fit.response_bytes(of_many_responses(parallel={}), processes=1)
+    assert fit.response_bytes(of_many_responses(), trainers=32).rank == 12 * 2**28
+    alone = fit.response_bytes(of_many_responses(parallel={}), trainers=1)
     assert (alone.rank, alone.writer) == (0, 0)
