@@ -492,7 +492,7 @@ class Planner:
             further = max(0, stage["communicators"] - RESERVED_COMMUNICATORS) * COMMUNICATOR
             awake = max(update, stage["step peak"]) - (1 - replicas) * optimizer
             scoring = stage["behavior peak"] - optimizer - stage.get("states gradients", 0)
-            if self.other is not None:  # beside the policy's weights while it scores
+            if self.other is not None:  # with the policy's weights while it scores
                 scoring += self._reference_bytes(stages)
             found.append((awake + further, scoring, stage["asleep"]))
         train, behavior, asleep = map(max, zip(*found, strict=True))

@@ -134,7 +134,7 @@ def test_reference_policy_is_another_scoring_pass(tmp_path, planner, dry_runs, r
     copied = 2 * 1_777_088_000 / layout.tensor / layout.pipeline  # bytes on the host, or more
     assert copied <= (scored.host_bytes - alone.host_bytes) * 1.02 < 1.4 * copied
     # A teacher with half the layers: less than a pass and its copy, more than half of them. It is
-    # on the device beside the policy while it scores.
+    # on the device with the policy while it scores.
     source = json.loads((Path(with_kl.config.model.path) / "config.json").read_text())
     save_shape(tmp_path / "teacher", with_layers(source, with_kl.shape.num_layers // 2))
     model = with_kl.config.model.model_copy(update={"reference": str(tmp_path / "teacher")})
