@@ -3,7 +3,7 @@
 A router chooses k experts for each token. After an update it may choose others, and the policy's
 log-probs then change with the choice as well as with the weights. `RoutingRecorder` records the
 choices of the pass that computes behavior log-probs, or takes those of the engine. Updates either
-choose anew and count how many choices changed, or replay the recorded ones (arXiv 2510.11370). The
+choose again and count how many choices changed, or replay the recorded ones (arXiv 2510.11370). The
 weights of the chosen experts in the mixture are always those of the present router, which therefore
 learns.
 

@@ -230,7 +230,7 @@ def _parse_conversation(
     """Return the messages of a row of conversations, which end with the assistant's."""
     completion = _find(row, columns.completion)
     names = [columns.prompt]
-    if columns.prompt == PROMPT:  # some data sets have the question alone beside the conversation
+    if columns.prompt == PROMPT:  # some data sets have the question alone next to the conversation
         names = [*CONVERSATIONS, PROMPT] if completion is None else [PROMPT, *CONVERSATIONS]
     key = next((name for name in names if _find(row, name) is not None), columns.prompt)
     messages = parse_conversation(_find(row, key), key=key, from_table=from_table)

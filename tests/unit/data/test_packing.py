@@ -77,7 +77,7 @@ def test_wrong_log_probs_of_engine_differ_from_missing_ones():
 
 
 def test_sampling_masks_are_spread_over_labels():
-    """A response without any has empty ones; in any order, and padded to the largest."""
+    """A response without any has empty ones; they can be selected, and padded to the largest."""
     masked, plain = _rollout(0, 0, [5, 6], [7, 8]), _rollout(0, 1, [5], [7])
     masks = {"mask_ids": np.int32([7, 9, 1, 8]), "mask_counts": np.int32([3, 1])}
     masked = replace(masked, response=replace(masked.response, **masks))

@@ -77,7 +77,7 @@ def test_turn_that_ended_with_another_end_has_one(name):
 
 
 def test_role_that_template_leaves_out_is_refused():
-    """As Phi-3's template does with `tool`; also beside a message of another role."""
+    """As Phi-3's template does with `tool`; also next to a message of another role."""
     one = renderer(
         "{% for m in messages %}{% if m['role'] in ('user', 'assistant', 'system') %}"
         "{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
