@@ -212,7 +212,8 @@ def test_restored_step_of_partial_rollouts_does_not_advance():
     calls = []
     run = SimpleNamespace(clock=PhaseClock(), buffer=None)
     source = PartialRolloutSource(run, None, None, None, None)
-    source.advance = lambda step: calls.append(("advance", step)) or 1 / 0
+    source.due = lambda step: []
+    source.advance = lambda step, slots: calls.append(("advance", step)) or 1 / 0
     source.resume(3)
     assert source.score(3, source.generate(3)) == [] == calls
     with pytest.raises(ZeroDivisionError):
