@@ -31,7 +31,7 @@ return cut;
 MOVED = """
 return [...document.querySelectorAll(".worst tbody tr")].map((row) => row.cells[2].textContent);
 """
-PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "life", "settings")
+PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "timeline", "life", "settings")
 SLIDE = """
 const [id, value] = arguments, input = document.getElementById(id);
 input.value = value;
