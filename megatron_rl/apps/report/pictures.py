@@ -210,7 +210,9 @@ def _draw_timeline(figure: Any, data: Data) -> bool:
             continue
         ends = line["ends"][-TIMELINE_STEPS - 1 :]
         for ranks, intervals in line["ranks"].items():
-            axis.broken_barh([(0, ends[-1] - ends[0])], (len(names) - 0.4, 0.8), color="#eef1f5")
+            whole = [(0, ends[-1] - ends[0])]
+            axis.broken_barh(whole, (len(names) - 0.4, 0.8), color="#f4f6f8", hatch="///",
+                             edgecolor="#d5dbe3", linewidth=0)  # fmt: skip
             for phase, start, seconds in intervals:
                 left = max(start, ends[0])
                 if (width := start + seconds - left) > 0:
@@ -225,7 +227,7 @@ def _draw_timeline(figure: Any, data: Data) -> bool:
         return False
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
-    title = "Timeline of the last steps of one run; grey: waits, lines: ends of steps"
+    title = "Timeline of the last steps of one run; hatched: waits, lines: ends of steps"
     style_axis(axis, title, "s", grid="x")
     for phase in sorted(used):
         axis.broken_barh([], (0, 0), color=SECONDS[phase], label=data["phases"][phase])

@@ -226,7 +226,7 @@ function timelineRows(step, steps) {
     return Object.entries(line.ranks).map(([ranks, intervals]) => ({ group, ranks, length: end - begin,
       edges: ends.slice(1, -1).map((edge) => edge - begin),
       parts: intervals.map(([phase, start, seconds]) => ({ phase, start: Math.max(start, begin) - begin, end: Math.min(start + seconds, end) - begin }))
-        .filter((part) => part.end > part.start) }));
+        .filter((part) => part.end - part.start > 1e-4 * (end - begin)) })); // not what rounding leaves of a neighbor
   });
 }
 
