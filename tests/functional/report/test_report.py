@@ -186,7 +186,7 @@ def test_filter_hides_setting_everywhere(page):
 
 
 def test_timeline_has_row_for_each_group_of_ranks(page):
-    """Of runs of pnpo all ranks do everything; those of gspo have engines on ranks of their own."""
+    """The runs of gspo have engines on ranks of their own."""
     assert page.run(LANES) == [["gspo trainers", 2], ["gspo engines", 2], ["pnpo all ranks", 2]]
     label = page.run("return document.querySelector('.lane').ariaLabel")
     assert re.fullmatch(r"trainers: reward [\d.]+ s, .*train .*, waits [\d.]+ s", label)
