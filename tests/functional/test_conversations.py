@@ -109,9 +109,10 @@ class Engine:
 
 def as_values(response):
     """Everything of a response, arrays by their bytes."""
-    values = {name: getattr(response, name) for name in vars(response)}
-    arrays = ("token_ids", "rollout_logprobs", "routes")
-    return values | {name: np.asarray(values[name]).tobytes() for name in arrays}
+    return {
+        name: np.asarray(value).tobytes() if hasattr(value, "shape") else value
+        for name, value in vars(response).items()
+    }
 
 
 def on_rank(rank, world_size, folder):
