@@ -1,8 +1,10 @@
 """Run directories without training: random numbers in the files that a run writes."""
 
+import itertools
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import numpy as np
 import yaml
 
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import PHASES
+from megatron_rl.runs.files import PHASES, append_row
 from megatron_rl.types import REPLACES_HISTORY, GradeResult, Prompt, Response, Rollout
 
 EPOCHS, LENGTH, GROUP = 4, 40, 4
@@ -47,6 +49,8 @@ def make_run(
         row |= {f"{one}/{kind}_fraction": x for one in evaluated for kind, x in fractions.items()}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     directory = RunDirectory(folder)
+    for row in _timeline(rows[1:], has_engine_ranks=objective == "gspo"):
+        append_row(directory.timeline_file, row)
     if traced:
         _write_tokenizer(folder / "model")
         for step in range(1, steps + 1):
@@ -79,6 +83,23 @@ def _row(draw: random.Random, step: int, sets: tuple[str, ...]) -> dict:
                 )
             }  # fmt: skip
     return row
+
+
+def _timeline(rows: list[dict], *, has_engine_ranks: bool) -> Iterator[dict]:
+    """The phases of each step one after the other; engines generate until the trainers sync."""
+    start = 1.8e9
+    for row in rows:
+        seconds = {phase: row.get(f"time/{phase}", 0.0) for phase in PHASES}
+        ends = list(itertools.accumulate(seconds.values()))
+        own = [
+            [phase, end - seconds[phase], seconds[phase]]
+            for phase, end in zip(PHASES, ends, strict=True)
+        ]
+        sync = next(one for one in own if one[0] == "sync")
+        groups = {"trainers": own, "engines": [["rollout", -0.1, sync[1] + 0.1], sync]}
+        ranks = groups if has_engine_ranks else {"all ranks": own}
+        yield {"step": row["step"], "start": start, "seconds": ends[-1], "ranks": ranks}
+        start += ends[-1]
 
 
 def _write_tokenizer(folder: Path) -> None:

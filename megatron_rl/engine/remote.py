@@ -97,13 +97,6 @@ class RemoteEngine:
             dist.broadcast_object_list(box)
         return box[0]
 
-    def evaluated(self) -> list[Rollout]:
-        """Return graded rollouts of the next evaluation set, in the order of `evaluate` orders.
-
-        Only the first trainer has their tokens. Collective.
-        """
-        return share_rollouts(self.link.take())
-
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
         self.link.order("weights", version)
         stats = self.resharder.push(actor, version=version)

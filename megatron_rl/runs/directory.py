@@ -6,6 +6,7 @@ runs/NAME/config.yaml        the resolved config
           changes.jsonl      settings and inputs that a resumed run changed, after which step
           inputs.json        digests of prompts, user code and models at the last start
           schedule.jsonl     steps at which the groups trained in each step were generated
+          timeline.jsonl     per step, what the first rank of each group of ranks did when
           metrics.jsonl      one JSON object per step; step 0 is the evaluation before training
           rollouts/          one parquet file per step: every rollout with its log-probs, or a
                              sample of them (`logging.keep_rollouts`)
@@ -43,6 +44,7 @@ from megatron_rl.runs import inputs
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import (
     LOCK,
+    TIMELINE,
     append_row,
     atomic_write_text,
     describe_start,
@@ -101,6 +103,7 @@ class RunDirectory:
         self.inputs_file = self.path / "inputs.json"
         self.log_file = self.path / "log.txt"
         self.schedule_file = self.path / "schedule.jsonl"
+        self.timeline_file = self.path / TIMELINE
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
@@ -258,7 +261,7 @@ class RunDirectory:
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
         self.generated.rewind(step)
-        for journal in (self.skipped_updates / "skipped_updates.jsonl", self.schedule_file):
+        for journal in self._journals:
             if journal.is_file():
                 last = (step + 1, updates)
                 kept = [row for row in read_rows(journal)
@@ -277,10 +280,14 @@ class RunDirectory:
                 # Another node may still have a file open, which NFS then keeps until the next call.
                 shutil.rmtree(folder, ignore_errors=True)
 
+    @property
+    def _journals(self) -> tuple[Path, ...]:
+        journal = self.skipped_updates / "skipped_updates.jsonl"
+        return self.schedule_file, self.timeline_file, journal
+
     def flush(self) -> None:
         """Flush appended rows, so that they survive a power cut."""
-        for journal in (self.path / "metrics.jsonl", self.schedule_file,
-                        self.skipped_updates / "skipped_updates.jsonl"):  # fmt: skip
+        for journal in (self.path / "metrics.jsonl", *self._journals):
             if journal.is_file():
                 flush_to_disk(journal)
 

@@ -72,6 +72,7 @@ def try_lock(file: IO[str]) -> bool:
     return True
 
 
+TIMELINE = "timeline.jsonl"
 PHASES = (
     "rollout", "reward", "pack", "behavior", "reference", "train", "sync", "eval", "record",
     "checkpoint",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -67,12 +67,22 @@ def _resident(field: str) -> int:
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
+class Interval(NamedTuple):
+    """Time without a break that a rank spent in a phase."""
+
+    phase: str
+    start: float  # seconds since the epoch, by the clock of the rank's node
+    seconds: float
+
+
 class PhaseClock:
     """Seconds and peak memory of each named phase of the current step.
 
     A step ends when `metrics` is called. All later time, including the rest of an open phase, is
     charged to the next step, so that the rows of all steps add up to the total time.
     progress: notified of the start of each phase.
+
+    of_engines: intervals of engines on ranks of their own, which the first trainer has received.
     """
 
     def __init__(
@@ -87,6 +97,9 @@ class PhaseClock:
         self._progress = progress or Heartbeat()
         self.memory = PeakMemory(device)
         self._open: str | None = None
+        self._epoch = time.time() - time.perf_counter()
+        self._intervals: list[Interval] = []
+        self.of_engines: list[Interval] = []
         self.reset()
 
     def reset(self) -> None:
@@ -114,6 +127,7 @@ class PhaseClock:
         self.peaks[name] = max(self.peaks.get(name, 0.0), self.memory.peak())
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._charged
+        self._intervals.append(Interval(name, self._epoch + self._charged, now - self._charged))
         self._charged = now
 
     def metrics(self) -> dict[str, float]:
@@ -128,6 +142,7 @@ class PhaseClock:
         seconds, peaks = self.seconds, self.peaks
         times = {f"time/{name}": value for name, value in seconds.items()}
         times["time/step"] = self._charged - self._start
+        self._ended = self._epoch + self._start, times["time/step"]
         self.seconds, self.peaks, self._start = {}, {}, self._charged
         local = torch.tensor([*peaks.values()], dtype=torch.float64)
         largest = reduce_max(local, group=self.group)
@@ -136,6 +151,29 @@ class PhaseClock:
             for name, peak in zip(peaks, largest.tolist(), strict=True)
         }
         return times | memory
+
+    def pop_intervals(self) -> list[Interval]:
+        """Return what this rank did since the last call."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
+
+    def pop_timeline(self, *, has_engine_ranks: bool) -> dict[str, Any]:
+        """Return the line of timeline.jsonl for the step that `metrics` has ended.
+
+        `start`: seconds since the epoch. `ranks`: for each group of ranks the intervals
+        [phase, start, seconds] of its first rank, from the start of the step. Those of engines on
+        ranks of their own have arrived during this step, and may lie in earlier ones.
+        """
+        start, seconds = self._ended
+        own, of_engines, self.of_engines = self.pop_intervals(), self.of_engines, []
+        groups = {"all ranks": own}
+        if has_engine_ranks:
+            groups = {"trainers": own, "engines": of_engines}
+        ranks = {
+            name: [[one.phase, round(one.start - start, 4), round(one.seconds, 4)] for one in group]
+            for name, group in groups.items()
+        }
+        return {"start": round(start, 4), "seconds": round(seconds, 4), "ranks": ranks}
 
 
 class MetricLog:

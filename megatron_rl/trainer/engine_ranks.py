@@ -120,7 +120,7 @@ def _execute(
             clock.reset()
             with clock.phase("rollout"):
                 filled = [generate_window(source, *arguments)]
-            link.post(flatten(filled, {}, seconds=clock.seconds["rollout"]))
+            link.post(flatten(filled, {}, clock))
         case "drop caches":
             engine.drop_caches()
         case "rollouts":
@@ -128,12 +128,11 @@ def _execute(
             step, parts, spare = arguments
             clock.reset()
             filled = source.fill(parts, spare, step)
-            seconds = clock.seconds["rollout"]
-            link.post(flatten(filled, source.pop_costs(), seconds=seconds))
+            link.post(flatten(filled, source.pop_costs(), clock))
         case "evaluate":
             with clock.phase("eval"):
                 rollouts = evaluator.generate(*arguments)
                 evaluator.grader.check(prompts=2)
-            link.post(rollouts)
+            link.post((rollouts, clock.pop_intervals()))
         case _:
             raise AssertionError(f"order {kind}")

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
-from megatron_rl.engine.remote import RemoteEngine
+from megatron_rl.engine.remote import RemoteEngine, share_rollouts
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
@@ -257,7 +257,13 @@ class RemoteEvaluator(Evaluator):
         return super().evaluate(step)
 
     def generate(self, name: str, step: int) -> list[Rollout]:
-        return self.remote.evaluated()
+        """Wait for the rollouts of the next set in the order of `evaluate` orders. Collective.
+
+        Only the first trainer has their tokens.
+        """
+        rollouts, intervals = self.remote.link.take() or (None, [])
+        self.recorder.clock.of_engines += intervals
+        return share_rollouts(rollouts)
 
 
 TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"

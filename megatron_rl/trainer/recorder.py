@@ -18,7 +18,7 @@ from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_
 from megatron_rl.rollouts.logprob_history import choose_sampled
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import PHASES, read_metrics, read_rows
+from megatron_rl.runs.files import PHASES, append_row, read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
@@ -100,14 +100,20 @@ class Recorder:
         the clock's step ends here. Collective.
         """
         traces: dict[int, np.ndarray] = {}
+        timeline: dict[str, Any] = {}
         if batch is not None:
             traces = batch.traces()
             metrics = metrics | self.clock.metrics()
+            is_apart = self.config.parallel.engine_ranks is not None
+            timeline = self.clock.pop_timeline(has_engine_ranks=is_apart)
+            timeline = {"step": int(metrics["step"])} | timeline
         sample = self._sample(metrics, batch)
         with sync_errors_across_ranks(doing=f"recording up to step {int(metrics['step'])}"):
             if self.directory is not None:
                 table = self._table(batch, schedule, updates)
-                write = partial(self._write, metrics, batch, schedule, traces, table, sample)
+                write = partial(
+                    self._write, metrics, batch, schedule, timeline, traces, table, sample
+                )
                 self.writer.submit(write)
         if batch is not None:
             self.recent.append(metrics["time/step"])
@@ -168,6 +174,7 @@ class Recorder:
         metrics: dict[str, float],
         batch: RolloutBatch | None,
         schedule: dict[str, Any] | None,
+        timeline: dict[str, Any],
         traces: dict[int, np.ndarray],
         updates: dict[str, Any],
         sample: Row | None,
@@ -177,6 +184,7 @@ class Recorder:
         if schedule is not None:
             self.directory.append_schedule(schedule)
         if batch is not None:
+            append_row(self.directory.timeline_file, timeline)
             self.directory.write_rollouts(
                 int(metrics["step"]),
                 batch.rollouts,

@@ -9,7 +9,9 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.apps.report.runs import find_runs
+from megatron_rl.apps.report.timeline import build_timeline
+from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.faults import runs
 from tests.functional.routing_runs import make_model
@@ -101,6 +103,34 @@ def test_run_equals_that_on_shared_ranks(case, tmp_path):
     apart = train_once(tmp_path, "apart", *settings)
     assert_equal(shared, apart)
     assert [row["step"] for row in read_metrics(apart)] == list(range(5))
+    check_timelines(shared, apart, overlaps=case.startswith("lag 1"))
+
+
+MAIN_PHASES = ("rollout", "train", "sync")
+
+
+def check_timelines(shared, apart, *, overlaps):
+    """Both groups of ranks have a row in each step, also after a resume.
+
+    overlaps: in steps 2 and 3 the trainers train between their order and its result, for which
+    they wait afterwards. A shared rank generates first.
+    """
+    together, sides = (read_rows(run / "timeline.jsonl") for run in (shared, apart))
+    assert [row["step"] for row in together] == [row["step"] for row in sides] == [1, 2, 3, 4]
+    assert {tuple(row["ranks"]) for row in together} == {("all ranks",)}
+    assert {tuple(row["ranks"]) for row in sides} == {("trainers", "engines")}
+    if overlaps:
+        for one, row in zip(together[1:3], sides[1:3], strict=True):
+            own, trainers, engines = (
+                list(dict.fromkeys(phase for phase, *_ in ranks if phase in MAIN_PHASES))
+                for ranks in (*one["ranks"].values(), *row["ranks"].values())
+            )
+            assert own == ["rollout", "train", "sync"]
+            assert trainers == ["train", "rollout", "sync"]
+            assert engines == ["sync", "rollout"]  # the sync of the step before
+    (run,) = find_runs([apart])
+    drawn = build_timeline(run, most=4)
+    assert drawn["steps"][-1] == 4 and all(drawn["ranks"].values())
 
 
 @pytest.mark.slow

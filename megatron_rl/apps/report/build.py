@@ -28,6 +28,7 @@ from megatron_rl.apps.report.runs import (
     show_value,
     title_of,
 )
+from megatron_rl.apps.report.timeline import MAX_TIMELINE_STEPS, build_timeline
 from megatron_rl.apps.report.traces import (
     build_histories,
     describe_objective,
@@ -359,6 +360,7 @@ def _run(
         "scores": {key: [row.get(key) for row in rows] for key in scores},
         "curves": {key: [row.get(key) for row in rows] for key in curves},
         "seconds": seconds,
+        "timeline": build_timeline(run, most=max(2, min(MAX_TIMELINE_STEPS, 200 // of))),
         "steps": len(run.steps),
         "passage": None if threshold is None else first_passage(run, threshold),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.telemetry.curves import SECONDS, style_axis
 
+TIMELINE_STEPS = 3  # of a picture
 Data = Mapping[str, Any]
 # The page uses the same colors.
 COLORS = ("#2f6db3", "#d9822b", "#2e9268", "#b3477d", "#7457b0", "#7a838f", "#b29500", "#2b9db0",
@@ -200,6 +201,40 @@ def _draw_seconds(figure: Any, data: Data) -> bool:
     return True
 
 
+def _draw_timeline(figure: Any, data: Data) -> bool:
+    """Draw the last steps of each group's first run that has a timeline."""
+    axis, names, used = figure.subplots(), list[str](), set[int]()
+    for group in data["groups"]:
+        lines = (data["runs"][index]["timeline"] for index in group["runs"])
+        if (line := next(filter(None, lines), None)) is None:
+            continue
+        ends = line["ends"][-TIMELINE_STEPS - 1 :]
+        for ranks, intervals in line["ranks"].items():
+            whole = [(0, ends[-1] - ends[0])]
+            axis.broken_barh(whole, (len(names) - 0.4, 0.8), color="#f4f6f8", hatch="///",
+                             edgecolor="#d5dbe3", linewidth=0)  # fmt: skip
+            for phase, start, seconds in intervals:
+                left = max(start, ends[0])
+                if (width := start + seconds - left) > 0:
+                    place = (len(names) - 0.4, 0.8)
+                    axis.broken_barh([(left - ends[0], width)], place, color=SECONDS[phase])
+                    used.add(phase)
+            for end in ends[1:-1]:
+                at = (len(names) - 0.45, len(names) + 0.45)
+                axis.plot([end - ends[0]] * 2, at, color="#16202c", linewidth=0.9)
+            names.append(f"{group['label']}: {ranks}")
+    if not names:
+        return False
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    title = "Timeline of the last steps of one run; hatched: waits, lines: ends of steps"
+    style_axis(axis, title, "s", grid="x")
+    for phase in sorted(used):
+        axis.broken_barh([], (0, 0), color=SECONDS[phase], label=data["phases"][phase])
+    figure.legend(loc="outside lower center", ncols=len(used), frameon=False, fontsize=8)
+    return True
+
+
 # Width, height, and additional height per line after the fourth.
 _PICTURES: dict[str, tuple[tuple[float, float, float], Callable[[Any, Data], bool]]] = {
     "learning": ((11, 4, 0), _draw_learning),
@@ -208,6 +243,7 @@ _PICTURES: dict[str, tuple[tuple[float, float, float], Callable[[Any, Data], boo
     "log_ratios": ((14, 3.6, 0), _draw_ratios),
     "gate": ((11, 3.8, 0), _draw_gate),
     "seconds": ((11, 2.8, 0.25), _draw_seconds),
+    "timeline": ((11, 2.8, 0.5), _draw_timeline),
 }
 
 

@@ -1,5 +1,6 @@
 """The report in a real browser: it loads without console output; filters and sliders work."""
 
+import re
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ return cut;
 MOVED = """
 return [...document.querySelectorAll(".worst tbody tr")].map((row) => row.cells[2].textContent);
 """
-PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "life", "settings")
+PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "timeline", "life", "settings")
 SLIDE = """
 const [id, value] = arguments, input = document.getElementById(id);
 input.value = value;
@@ -62,6 +63,11 @@ return [...document.querySelectorAll("canvas")].filter((one) => one.offsetHeight
     }
     return false;
 });
+"""
+# Label of each row of the timeline, and its ends of steps.
+LANES = """
+return [...document.querySelectorAll("#timeline .stack")]
+    .map((row) => [row.querySelector(".who").textContent, row.querySelectorAll("b").length]);
 """
 BATCHES = """
 return [...document.querySelectorAll("#time tbody tr")]
@@ -177,6 +183,21 @@ def test_filter_hides_setting_everywhere(page):
     assert "1.0% not graded" in text_of(page, "#scores tbody")
     page.run('document.querySelector(".chip").click()')
     assert page.run(ROWS) == 8
+
+
+def test_timeline_has_row_for_each_group_of_ranks(page):
+    """The runs of gspo have engines on ranks of their own."""
+    assert page.run(LANES) == [["gspo trainers", 2], ["gspo engines", 2], ["pnpo all ranks", 2]]
+    label = page.run("return document.querySelector('.lane').ariaLabel")
+    assert re.fullmatch(r"trainers: reward [\d.]+ s, .*train .*, waits [\d.]+ s", label)
+    assert page.run(SLIDE, "timeline-step", 0) == "1"  # the first one has no step before it
+    assert [edges for _, edges in page.run(LANES)] == [0, 0, 0]
+    assert page.run("return document.querySelector('.lane').ariaLabel") != label
+    table = "return document.querySelectorAll('#timeline tbody tr').length"
+    bars = "return document.querySelectorAll('.lane i').length"
+    assert page.run(table) == page.run(bars) > 15
+    page.run('document.querySelector(".chip").click()')
+    assert page.run(LANES) == [["pnpo all ranks", 0]]
 
 
 def test_axis_and_threshold_change_figures(page, folder):

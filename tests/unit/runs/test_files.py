@@ -37,6 +37,6 @@ def test_files_of_checkpoint_are_synced_before_manifest(tmp_path, monkeypatch):
     run_loop(tmp_path, keep=Interruption(), trainer={"checkpoint_every": 2})
     before = [name for kind, name in events[: events.index(("flush", "trainer.json"))]
               if kind == "flush"]  # fmt: skip
-    assert {"metrics.jsonl", "schedule.jsonl"} <= set(before)
+    assert {"metrics.jsonl", "schedule.jsonl", "timeline.jsonl"} <= set(before)
     partials = (".config.yaml.partial", ".metrics.jsonl.partial", ".step_000001.parquet.partial")
     assert set(partials) <= set(before)

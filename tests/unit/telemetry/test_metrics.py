@@ -1,10 +1,11 @@
-"""Peak memory of phases on a device that an engine shares, and seconds of the start."""
+"""Peak memory of phases on a device that an engine shares, seconds of the start, timelines."""
 
 import pytest
 import torch
 
 from megatron_rl.runtime.processes import command_start
-from megatron_rl.telemetry.metrics import PeakMemory, StartUp
+from megatron_rl.telemetry import metrics
+from megatron_rl.telemetry.metrics import Interval, PeakMemory, PhaseClock, StartUp
 
 
 def test_memory_released_by_sleeping_engine_is_excluded(monkeypatch):
@@ -50,3 +51,25 @@ def test_phases_cover_time_since_command_start():
     passed = start._last - started
     assert sum(seconds.values()) == pytest.approx(passed, abs=1e-3)
     assert "engine check" in str(start)
+
+
+def test_timeline_of_step_has_its_phases_where_they_began(monkeypatch):
+    """The second row begins where the first ends, in the midst of a phase."""
+    now = iter([100, 100, 101, 104, 106, 107, 108, 110, 111, 112])  # of each call
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(metrics.time, "time", lambda: 1000.0)  # 900 s later than the other clock
+    clock = PhaseClock()
+    with clock.phase("train"):  # 101 to 104
+        pass
+    with clock.phase("record"):  # from 106 on
+        clock.metrics()  # at 107
+        clock.of_engines.append(Interval("rollout", 995.5, 7.0))
+        first = clock.pop_timeline(has_engine_ranks=True)
+    trainers = [["train", 1.0, 3.0], ["record", 6.0, 1.0]]
+    ranks = {"trainers": trainers, "engines": [["rollout", -4.5, 7.0]]}
+    assert first == {"start": 1000.0, "seconds": 7.0, "ranks": ranks}
+    with clock.phase("eval"):  # at 110, open until the end of the step
+        clock.metrics()
+        second = clock.pop_timeline(has_engine_ranks=False)
+    own = [["record", 0.0, 1.0], ["eval", 3.0, 1.0]]
+    assert second == {"start": 1007.0, "seconds": 4.0, "ranks": {"all ranks": own}}

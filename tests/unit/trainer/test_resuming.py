@@ -82,6 +82,8 @@ def die(event):
 def assert_same(folder, whole):
     assert learned(folder) == learned(whole)
     assert read_rows(folder / "schedule.jsonl") == read_rows(whole / "schedule.jsonl")
+    steps = [[row["step"] for row in read_rows(f / "timeline.jsonl")] for f in (folder, whole)]
+    assert steps[0] == steps[1]
     for step in range(1, TRAINER["steps"] + 1):
         for kind in ("rollouts", "updates", "traces"):
             file = f"{kind}/step_{step:06d}.parquet"

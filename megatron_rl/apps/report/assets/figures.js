@@ -216,6 +216,53 @@ function timeByPhase() {
   });
 }
 
+/** The intervals of some steps, clipped: of each group's first run that has a timeline with `step`. */
+function timelineRows(step, steps) {
+  return shownGroups().flatMap((group) => {
+    const line = group.runs.map((index) => DATA.runs[index].timeline).find((one) => one?.steps.includes(step));
+    if (!line) return [];
+    const last = line.steps.indexOf(step) + 1, ends = line.ends.slice(Math.max(0, last - steps), last + 1);
+    const begin = ends[0], end = ends.at(-1);
+    return Object.entries(line.ranks).map(([ranks, intervals]) => ({ group, ranks, length: end - begin,
+      edges: ends.slice(1, -1).map((edge) => edge - begin),
+      parts: intervals.map(([phase, start, seconds]) => ({ phase, start: Math.max(start, begin) - begin, end: Math.min(start + seconds, end) - begin }))
+        .filter((part) => part.end - part.start > 1e-4 * (end - begin)) })); // not what rounding leaves of a neighbor
+  });
+}
+
+function timeline() {
+  const numbers = [...new Set(DATA.runs.flatMap((run) => run.timeline?.steps ?? []))].sort((a, b) => a - b);
+  if (!numbers.length) return h("p", { class: "nothing" }, "These runs have no timeline.jsonl.");
+  let place = numbers.length - 1, steps = 3;
+  const host = h("div");
+  const draw = () => {
+    const rows = timelineRows(numbers[place], steps);
+    if (!rows.length) return host.replaceChildren(h("p", { class: "nothing" }, `None of these has a timeline of step ${numbers[place]}.`));
+    const most = Math.max(...rows.map((row) => row.length));
+    const used = [...DATA.phases.keys()].filter((phase) => rows.some((row) => row.parts.some((part) => part.phase === phase)));
+    const of = (row, phase) => row.parts.reduce((sum, part) => sum + (part.phase === phase ? part.end - part.start : 0), 0);
+    const busy = (row) => Math.min(1, used.reduce((sum, phase) => sum + of(row, phase), 0) / row.length);
+    const text = (row) => [...used.filter((phase) => of(row, phase) > 0).map((phase) => `${DATA.phases[phase]} ${show(of(row, phase))} s`), `waits ${show((1 - busy(row)) * row.length)} s`].join(", ");
+    host.replaceChildren(
+      h("div", {}, rows.map((row) => h("div", { class: "stack" }, h("div", { class: "who" }, chip(row.group), ` ${row.ranks}`),
+        h("div", {}, h("div", { class: "lane", role: "img", "aria-label": `${row.ranks}: ${text(row)}`, style: { width: `${100 * row.length / most}%` } },
+          row.parts.map((part) => h("i", { title: `${DATA.phases[part.phase]}: from ${show(part.start)} s, ${show(part.end - part.start)} s`,
+            style: { left: `${100 * part.start / row.length}%`, width: `${100 * (part.end - part.start) / row.length}%`, background: PHASE_COLORS[part.phase] } })),
+          row.edges.map((edge) => h("b", { style: { left: `${100 * edge / row.length}%` } })))),
+        h("div", { class: "sum" }, `${Math.round(100 * busy(row))}% busy`)))),
+      h("details", {}, h("summary", {}, "The same as a table"),
+        tableOf("", ["Runs", "Ranks", "Phase", "Start (s)", "Seconds"], rows.flatMap((row) => row.parts.map((part) => h("tr", {}, h("th", {}, chip(row.group)),
+          h("td", {}, row.ranks), h("td", {}, DATA.phases[part.phase]), h("td", {}, show(part.start)), h("td", {}, show(part.end - part.start))))))),
+      h("div", { class: "legend" }, used.map((phase) => h("span", {}, h("i", { style: { background: PHASE_COLORS[phase] } }), DATA.phases[phase])),
+        h("span", {}, h("i", { class: "waits" }), "waits")));
+  };
+  STATE.listeners.push(draw);
+  draw();
+  return [h("div", { class: "controls" },
+    slider("up to step", { id: "timeline-step", min: 0, max: numbers.length - 1, value: place, text: (at) => String(numbers[at]) }, (value) => { place = value; draw(); }),
+    choice("show", [[1, "1 step"], [3, "3 steps"], [numbers.length, "all"]], steps, (value) => { steps = value; draw(); })), host];
+}
+
 function settingsTable() {
   const value = (key, run) => DATA.settings[key].values[DATA.settings[key].of[run] ?? 0] ?? "–";
   const table = (corner, heads, keys, cells) => h("div", { class: "scroll" }, h("table", { class: "numbers left settings" },

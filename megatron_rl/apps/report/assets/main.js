@@ -78,6 +78,7 @@ document.body.append(...header(), h("main", {},
   section("ratios", "Four log-ratios, measured", "Log-ratios of the traced responses at each update: line and band are the median and the 5% to 95% quantiles by position; dashed lines are one standard deviation around 0.", logRatios()),
   section("gate", "Constraint decisions by position and epoch", "Over all computed tokens. Accepted: fraction of tokens with non-zero advantage whose weight the constraint left unchanged. log w is the prefix mean Sₜ / t for every objective.", gateByPosition()),
   section("seconds", "Time by phase", "Seconds per rollout batch.", timeByPhase()),
+  section("timeline", "Timeline", "What the first rank of each group of ranks did when, in one run of each setting. Lines are ends of steps; hatched: the rank waits for the other group.", timeline()),
   section("life", "Per-token log-probs across epochs", "One response, generated once and trained on in every epoch. Color shows the change from the behavior policy: red, more likely now; blue, less likely.", tokenHistory()),
   section("settings", "Settings", null, settingsTable())));
 // Scroll targets and sticky elements stay below the sticky navigation bar.

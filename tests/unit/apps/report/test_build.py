@@ -139,7 +139,7 @@ def test_initially_shown_groups_are_readable_subset(grid, tmp_path):
     assert rate["of"] == 4 * [0] + 4 * [1] + 5 * [2]
     assert data["settings"]["trainer.epochs"] == {"values": ["4"], "of": []}
     drawn = draw_pictures(data, tmp_path)  # a warning of matplotlib would be an error
-    assert len(drawn) == 6
+    assert len(drawn) == 7
 
 
 def test_traces_fit_in_size_limit(grid):

@@ -307,7 +307,7 @@ def test_write_report_writes_to_output_folder(study, tmp_path):
     assert {path.parent for path in written} == {study / "pnpo-1"}
     assert {path.name for path in written} == {
         "report.html", "learning.png", "costs.png", "time_to_reward.png", "log_ratios.png",
-        "gate.png", "seconds.png", "report.zip",
+        "gate.png", "seconds.png", "timeline.png", "report.zip",
     }  # fmt: skip
     import zipfile
 
