@@ -49,12 +49,12 @@ def make_task():
 
 def _train_supervised(run):
     places = (f"model.path={TASK}/model", f"data.train={TASK}/solutions.jsonl",
-              "sft.validation={}", "eval.sets={}", f"run.dir={run}")  # fmt: skip
+              "sft.validation={}", "eval.sets={}", f"run.dir={run}", "run.name=sft")  # fmt: skip
     arguments = training_arguments(
         f"seed={SEED}", config=CONFIG.with_name("sft.yaml"), places=places
     )
     subprocess.run([sys.executable, "-m", "megatron_rl.cli", *arguments], cwd=ROOT, check=True)
-    shutil.copytree(run / "model", TASK / "model", dirs_exist_ok=True)
+    shutil.copytree(run / "sft" / "model", TASK / "model", dirs_exist_ok=True)
     shutil.rmtree(run)
 
 
