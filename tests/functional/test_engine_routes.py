@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.functional.response_trainer import build_trainer
 from tests.functional.test_actor_layouts import randomise
 from tests.ranks import run_ranks
 
@@ -128,31 +129,11 @@ def _rollouts(folder):
 
 
 def _train(rank, world_size, folder, layout):
-    from megatron_rl.actor import groups
-    from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.config.sections import OptimizerSection
-    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
+    from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
 
-    topology = groups.initialise(**layout)
-    settings = ActorSettings(
-        optimizer=OptimizerSection(learning_rate=3e-3, weight_decay=0.0, epsilon=1e-4),
-        warmup_updates=0,
-        replay_routes=True,
-        recompute="selective",
-        overlap_reduction=topology.world_size > 1,
-    )
-    actor = MegatronActor(Path(folder), topology=topology, settings=settings)
     rollouts = _rollouts(folder)
-    minibatches = plan_minibatches(
-        rollouts,
-        torch.linspace(-1, 1, len(rollouts)),
-        minibatches=2,
-        tokens_per_micro_batch=100,
-        topology=topology,
-        sequence_parallel=actor.sequence_parallel,
-    )
+    topology, actor, minibatches = build_trainer(folder, layout, rollouts, replay_routes=True)
     packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
     actor.routing.use_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
     behavior = actor.compute_logprobs(packs, routing="record")
