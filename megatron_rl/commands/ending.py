@@ -12,6 +12,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic import ValidationError
+
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.failures import (
@@ -113,7 +115,10 @@ def _describe(error: Exception, place: ProcessPlace, config: Config | None) -> F
 
 def _first_line(error: Exception) -> str:
     """Return the first line of an error, with its type unless the class is one of ours."""
-    first = next(iter(str(error).strip().splitlines()), "")
+    text = str(error)
+    if isinstance(error, ValidationError):  # of vLLM's arguments; the first line only counts them
+        text = "; ".join(one["msg"] for one in error.errors())
+    first = next(iter(text.strip().splitlines()), "")
     ours = type(error).__module__.startswith("megatron_rl") or isinstance(error, FloatingPointError)
     return first if ours and first else f"{type(error).__name__}: {first}"
 

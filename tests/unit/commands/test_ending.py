@@ -7,6 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.advantages import leave_one_out_advantages
 from megatron_rl.commands import ending
@@ -157,3 +158,11 @@ def test_describe_internal_error_includes_traceback():
         failure = ending._describe(error, RANK, None)
     assert failure.text.startswith("rank 1: ValueError: zip()")
     assert failure.details.startswith("Traceback") and "statistics.py" in failure.details
+
+
+def test_error_of_arguments_says_what_is_wrong_with_them():
+    """As vLLM's config raises it; its first line only counts the errors."""
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(dict[str, int]).validate_python({"runner": "new"})
+    failure = ending._describe(error.value, RANK, None)
+    assert failure.text.startswith("rank 1: ValidationError: Input should be a valid integer")
