@@ -65,7 +65,7 @@ class KlPenalty(Checked):
     pi_ref), KL(pi_ref || pi_theta) and their Jensen-Shannon divergence, each at the prefixes that
     the behavior policy generated (generalized knowledge distillation, arXiv 2306.13649). With
     `weighted`, each is multiplied by the objective's weight and gate of the prefix before its
-    token, as constants (`Objective.prior_weight`).
+    token, as constants (`constraints.prior_weight`).
 
     With `top_k` they compare the reference's K likeliest tokens, and all others as one token.
 
