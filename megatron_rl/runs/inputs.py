@@ -194,12 +194,12 @@ def _find_source(module: str) -> Path | None:
     parts = module.split(".")
     search: list[str] | None = [*sys.path, os.getcwd()]
     spec = None
-    for place in range(len(parts)):
-        name = ".".join(parts[: place + 1])
-        spec = PathFinder.find_spec(name, search)
+    for place, part in enumerate(parts):
+        # By its last name: a folder without __init__.py would ask for its parent, imported.
+        spec = PathFinder.find_spec(part, search)
         if spec is None and place == 0:  # an editable installation may have a finder of its own
             with suppress(ValueError, ImportError):
-                spec = importlib.util.find_spec(name)
+                spec = importlib.util.find_spec(part)
         if spec is None:
             return None
         search = list(spec.submodule_search_locations or [])

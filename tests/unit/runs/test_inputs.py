@@ -140,6 +140,16 @@ def test_code_of_packages_and_of_this_one_is_not_followed(build, tmp_path):
     assert module_files("nowhere.at_all") == {}
 
 
+def test_code_in_folders_without_init_is_found(build, tmp_path):
+    inner = tmp_path / "my_folder" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "score.py").write_text("from my_folder.inner import weights\n")
+    (inner / "weights.py").write_text("")
+    assert sorted(module_files("my_folder.inner.score")) == [
+        "my_folder.inner.score", "my_folder.inner.weights",
+    ]  # fmt: skip
+
+
 def test_folder_is_read_without_caches(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
