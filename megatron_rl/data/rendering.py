@@ -1,14 +1,25 @@
-"""Chat messages as text, by the chat template or without one, and as tokens."""
+"""Chat messages as text, by the chat template or without one, and as tokens; what is between turns.
+
+`ConversationTokenizer` renders conversations that are trained as they are. Each trained message of
+the assistant is in the context in which the policy would write it: the tokens of the messages
+before it with the generation prompt. Where a template writes earlier turns differently later on
+(most drop their thinking), the next turn therefore begins another sequence of the same response, as
+an agent's replaced history does.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.data.rows import name_row
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
 from megatron_rl.messages import Message, with_text_arguments
+from megatron_rl.rewards.thinking import ends_inside_thinking, has_end
+from megatron_rl.types import Demonstration
 
 Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
 
@@ -147,3 +158,285 @@ def _find_missing(
             end = found + len(name)
     names = [tool["function"]["name"] for tool in tools]
     return next((f"the tool {name}" for name in names if name not in text), None)
+
+
+@dataclass(frozen=True)
+class ConversationTokenizer:
+    """Turns conversations into prompts and demonstrations.
+
+    turns: the assistant's messages that are trained. stop: tokens that end a response.
+    """
+
+    tokenizer: Any
+    turns: Literal["all", "last"] = "all"
+    stop: Sequence[int] = ()
+    template: Template = "chat"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def tokenize(self, chat: Chat) -> tuple[list[int], Demonstration]:
+        """Return the tokens of the first trained message's prompt, and what follows them.
+
+        Raises UserError where a message cannot be trained as it is.
+        """
+        messages, tools = chat
+        places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.turns == "last":
+            places = places[-1:]
+        if places[0] == 0:
+            raise UserError("begins with a message of the assistant, which has no prompt")
+        if self.template == "raw":
+            return self._tokenize_raw(messages, places)
+        prompt_ids: list[int] = []
+        tokens: list[int] = []
+        observed, restarts, text = [], [], ""
+        for place in places:
+            prompt = self._write(messages[:place], tools)
+            answer = self._write_answer(messages, place, prompt, tools)
+            if not text:
+                prompt_ids = self._ids(prompt)
+            else:
+                continues = prompt.startswith(text)
+                between = self._ids(prompt[len(text) :] if continues else prompt)
+                restarts += [] if continues else [len(tokens)]
+                observed.append((len(tokens), len(tokens) + len(between)))
+                tokens += between
+            tokens += self._ids(answer)
+            text = prompt + answer
+        return prompt_ids, Demonstration(tuple(tokens), tuple(observed), tuple(restarts))
+
+    def _write(self, messages: Sequence[Message], tools: Any, *, generate: bool = True) -> str:
+        return render(messages, tools, self.tokenizer, arguments=self.arguments, generate=generate)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _write_answer(
+        self, messages: Sequence[Message], place: int, prompt: str, tools: Any
+    ) -> str:
+        """Return what follows the generation prompt, up to the token that ends the turn.
+
+        The template's own text if it has the whole message, else the message itself.
+        """
+        message = messages[place]
+        content = message["content"].strip()
+        whole = self._write(messages[: place + 1], tools, generate=False)
+        body = whole.removeprefix(prompt)
+        if whole == body or content not in body:
+            if message.get("tool_calls"):
+                raise UserError(
+                    f"message {place + 1}: the chat template writes its tool calls otherwise than "
+                    "after the generation prompt, so the policy could not write them; repair "
+                    "chat_template.jinja or set data.template_arguments"
+                )
+            return self._write_plainly(messages, place, prompt)
+        ends = [self.tokenizer.decode([token]) for token in self.stop]
+        last = max((body.rfind(end) + len(end) for end in ends if end in body), default=0)
+        if not last or body[last:].strip():
+            body, last = body + self._end_of_text, len(body + self._end_of_text)
+        self._refuse_early_end(content, ends, place)
+        return body[:last]
+
+    def _write_plainly(self, messages: Sequence[Message], place: int, prompt: str) -> str:
+        """Return a message's text after the prompt, which may have opened its thinking."""
+        content: str = messages[place]["content"]
+        if ends_inside_thinking(prompt, last_message=messages[place - 1]["content"]):
+            content = content[_overlap(prompt, content) :]
+            if not has_end(content):
+                raise UserError(
+                    f"message {place + 1}: the chat template opens the assistant's thinking, and "
+                    "the message does not end it; write the thinking before the answer, up to its "
+                    "end mark such as </think>, or set data.template_arguments"
+                )
+        self._refuse_early_end(content, [self._end_of_text], place)
+        return content + self._end_of_text
+
+    @property
+    def _end_of_text(self) -> str:
+        text: str = self.tokenizer.decode([self.tokenizer.eos_token_id])
+        return text
+
+    def _refuse_early_end(self, content: str, ends: Sequence[str], place: int) -> None:
+        if found := [end for end in ends if end in content]:
+            raise UserError(
+                f"message {place + 1} contains {found[0]!r}, which ends a response; remove it"
+            )
+
+    def _tokenize_raw(
+        self, messages: Sequence[Message], places: Sequence[int]
+    ) -> tuple[list[int], Demonstration]:
+        if len(places) > 1 or places[-1] != len(messages) - 1:
+            raise UserError(
+                "has several messages of the assistant, which data.template=raw cannot tell apart; "
+                "use a chat template, or sft.turns=last"
+            )
+        prompt = tokenize_messages(
+            messages[:-1], self.tokenizer, template="raw", arguments=self.arguments
+        )
+        content = messages[-1]["content"]
+        self._refuse_early_end(content, [self._end_of_text], places[-1])
+        answer = [*self._ids(content), self.tokenizer.eos_token_id]
+        return prompt, Demonstration(tuple(answer))
+
+
+def _overlap(prompt: str, content: str) -> int:
+    """Return the length of the longest end of the prompt that begins the content."""
+    lengths = range(min(len(prompt), len(content)), 0, -1)
+    return next((n for n in lengths if prompt.endswith(content[:n])), 0)
+
+
+_MARK = "\u2063turn of the policy\u2063"  # stands for the text of a turn; never tokenized
+_PROBE = "text of a message"  # the same, also for templates that write JSON
+
+
+def as_messages(observation: str | Sequence[Message]) -> list[Message]:
+    """Return the messages of an observation; a text is a message of the user."""
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    return list(observation)
+
+
+@dataclass(frozen=True)
+class TurnRenderer:
+    """Tokens that follow a turn: its end, the observation, and the beginning of the next turn.
+
+    What the policy sampled is never tokenized again, so its log-probs stay those of its tokens. A
+    template that removes or changes earlier turns, as some do with thinking, has no effect on them
+    here: the policy continues exactly what it wrote.
+    """
+
+    tokenizer: Any
+    template: Template = "chat"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    _known_roles: set[Any] = field(default_factory=set)  # that the template writes
+
+    def render(
+        self,
+        prompt: Sequence[Message],
+        observation: Sequence[Message],
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """Return the tokens that the template puts after a turn of a conversation.
+
+        tools: those of the prompt, which some templates write late.
+        With the template `raw` these are the tokens of the observation's text alone. Raises
+        UserError if the template refuses the messages, or leaves out a role or the turn before.
+        """
+        if self.template == "raw":
+            text = "\n\n".join(message["content"] for message in observation)
+        else:
+            text = self._after_turn(prompt, observation, tools)
+        return self._tokenize(text)
+
+    def begin(
+        self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """Return the tokens of messages that replace a conversation, as those of a prompt.
+
+        Raises UserError if the template refuses them or writes nothing.
+        """
+        try:
+            return tokenize_messages(
+                messages,
+                self.tokenizer,
+                template=self.template,
+                arguments=self.arguments,
+                tools=tools,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise UserError(
+                f"the chat template refuses a history with messages of {roles}: {error}; replace "
+                "the history by other messages, or repair chat_template.jinja"
+            ) from error
+
+    def without_repeated_end(
+        self, tokens: Sequence[int], *, turn: Sequence[int], stop: Sequence[int]
+    ) -> list[int]:
+        """Drop the end of turn from the rendered `tokens` if the policy has ended the turn itself.
+
+        An end is then in the conversation once, as a decision of the policy, also if the template's
+        is another token (gpt-oss: `<|return|>` and `<|end|>`). A turn that was cut at its limit
+        gets it from the template, as part of the observation.
+        """
+        if not tokens or not turn or turn[-1] not in stop:
+            return list(tokens)
+        is_end = tokens[0] == turn[-1] or tokens[0] == self._end
+        return list(tokens[1:]) if is_end else list(tokens)
+
+    @cached_property
+    def _end(self) -> int | None:
+        """The special token by which the template ends a turn that others follow, if any.
+
+        A first token after a turn may also begin the next message. It is an end if it also follows
+        a last turn, or is itself followed by the token that begins messages.
+        """
+        special = set(getattr(self.tokenizer, "added_tokens_decoder", ()))
+        question, turn = as_messages(_PROBE), [{"role": "assistant", "content": _MARK}]
+        try:
+            asked, prompt = self._write(question), self._write(question, add_generation_prompt=True)
+            last, further = (
+                self._tokenize(self._write([*question, *turn, *more]).partition(_MARK)[2])
+                for more in ([], question)
+            )
+        except Exception:  # noqa: BLE001 - a template is a program and may refuse these messages
+            return None
+        begin = self._tokenize(prompt.removeprefix(asked))[:1]
+        if not further or further[0] not in special or further[:1] == begin:
+            return None
+        return further[0] if further[:1] == last[:1] or further[1:2] == begin else None
+
+    def _tokenize(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens
+
+    def _write(self, messages: Sequence[Message], **arguments: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, **self.arguments, **arguments
+        )
+        return text
+
+    def _refuse_left_out(
+        self, prompt: Sequence[Message], observation: Sequence[Message], **further: Any
+    ) -> None:
+        """Raise UserError if the template leaves out messages of a role."""
+        turn = {"role": "assistant", "content": _MARK}
+        for message in observation:
+            role = message.get("role")
+            if role not in self._known_roles:
+                probe = [*prompt, turn, message | {"content": _PROBE}]
+                if _PROBE not in self._write(probe, **further).partition(_MARK)[2]:
+                    raise UserError(
+                        f"the chat template leaves out an observation with the role {role}; return "
+                        "messages of another role, or repair chat_template.jinja"
+                    )
+                self._known_roles.add(role)
+
+    def _after_turn(
+        self,
+        prompt: Sequence[Message],
+        observation: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+    ) -> str:
+        mark = _MARK
+        while any(mark in str(message.get("content")) for message in (*prompt, *observation)):
+            mark += _MARK
+        turn = {"role": "assistant", "content": mark}
+        further = {"tools": list(tools)} if tools else {}
+        try:
+            text = self._write([*prompt, turn, *observation], add_generation_prompt=True, **further)
+        except Exception as error:  # a template is a program and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in observation)
+            raise UserError(
+                f"the chat template refuses an observation with messages of {roles}: {error}; "
+                "return other messages from the environment, or repair chat_template.jinja"
+            ) from error
+        _, found, after = text.partition(mark)
+        if not found:
+            raise UserError(
+                "the chat template leaves out the text of an assistant's message that others "
+                "follow, so turns cannot follow each other; repair chat_template.jinja"
+            )
+        self._refuse_left_out(prompt, observation, **further)
+        return after

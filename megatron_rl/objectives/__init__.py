@@ -18,8 +18,7 @@ if TYPE_CHECKING:
         PolicyObjective,
         build_objective,
     )
-    from megatron_rl.objectives.padded import policy_loss
-    from megatron_rl.objectives.pnpo import pnpo_loss
+    from megatron_rl.objectives.padded import pnpo_loss, policy_loss
     from megatron_rl.objectives.statistics import Statistics
 
 _COMPUTES = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.config import Config, load_config, parse_config, set_dotted
 from megatron_rl.config.loading import MODELS
-from megatron_rl.config.paths import HUB_NAME
+from megatron_rl.config.sections import HUB_NAME
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
 
 
