@@ -1,19 +1,7 @@
-"""The shape of a model, read from its config.json: its sizes and the names of its weights.
-
-*Multi-head latent attention* (arXiv 2405.04434, section 2.1): keys and values of all heads are
-projections of one small vector of a token, its latent; queries may come from a latent of their own.
-The last elements of each head are rotated: those of keys are one vector, which all heads share.
-
-*Gated delta nets* (arXiv 2412.06464) are in most layers of a model, gated attention in the others.
-The convolution's taps are those of q, k and v of all heads, [q; k; v]. Value head h has the query
-and key of key head h // (value heads / key heads). Megatron's parameters have the rows of a key
-head together, q, k, then those of its value heads, so that each rank's rows are consecutive under
-any tensor parallelism.
-"""
+"""The shape of a model, read from its config.json: its sizes and the names of its weights."""
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,294 +23,27 @@ from megatron_rl.models.config_keys import (
     unsupported_rotary_features,
     with_defaults,
 )
+from megatron_rl.models.delta_net import DeltaShape, delta_sizes, read_delta
+from megatron_rl.models.latent import (
+    LatentShape,
+    latent_sizes,
+    read_latent,
+    unsupported_latent_features,
+)
 from megatron_rl.models.safetensors_headers import EXPERTS_IN_ONE, find_files
 from megatron_rl.models.weights import (
-    ATTENTION,
     OUTPUT_LAYER,
     QK_NORM,
     QKV_BIAS,
     SIGMOID_ROUTER,
     Architecture,
-    Cut,
     Factors,
     Layers,
     LocalLayers,
-    Option,
-    Size,
     Traits,
     Weight,
     factor_weights,
 )
-
-LINEAR, FULL = "linear_attention", "full_attention"
-KEYS = (
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "linear_value_head_dim", "full_attention_interval", "mamba_ssm_dtype",
-    "mtp_use_dedicated_embeddings", "output_gate_type",
-)  # fmt: skip
-DEFAULTS = {"head_dim": 256, "partial_rotary_factor": 0.25}
-ONLY = {"linear_conv_kernel_dim": 4, "attn_output_gate": True}
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """Sizes of gated delta nets, and the layers that have one."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int  # of a head
-    value_dim: int
-    kernel: int  # taps of the convolution
-    layers: tuple[int, ...]
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of the convolution: q, k and v of all heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def state_elements(self) -> int:
-        """Elements of the states of one sequence in one layer."""
-        return self.value_heads * self.key_dim * self.value_dim
-
-
-def layer_types(config: dict[str, Any]) -> list[str]:
-    """Return the type of every layer; by default every fourth has attention."""
-    every = config.get("full_attention_interval") or 4
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return config.get("layer_types") or [LINEAR if n % every else FULL for n in layers]
-
-
-def unsupported_delta_features(config: dict[str, Any]) -> list[str]:
-    """List features of this config.json's layers that are not supported."""
-    kinds = layer_types(config)
-    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    gate = config.get("output_gate_type", "silu")
-    features = {
-        **{f"layer type {kind!r}": True for kind in sorted({*kinds} - {LINEAR, FULL})},
-        f"{len(kinds)} layer_types for all layers": len(kinds) != config["num_hidden_layers"],
-        f"output_gate_type {gate!r} (supported: silu)": gate not in ("silu", "swish"),
-        "layer_types with one type only (both are needed)": {*kinds} in ({LINEAR}, {FULL}),
-        f"linear_num_value_heads {value_heads}, no multiple of linear_num_key_heads {key_heads}":
-            value_heads % key_heads != 0,
-    }  # fmt: skip
-    return [feature for feature, present in features.items() if present]
-
-
-def read_delta(config: dict[str, Any]) -> DeltaShape:
-    """Read the sizes from a config.json without unsupported features."""
-    kinds = layer_types(config)
-    return DeltaShape(
-        key_heads=config["linear_num_key_heads"],
-        value_heads=config["linear_num_value_heads"],
-        key_dim=config["linear_key_head_dim"],
-        value_dim=config["linear_value_head_dim"],
-        kernel=config.get("linear_conv_kernel_dim", 4),
-        layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
-    )
-
-
-def delta_sizes(delta: DeltaShape) -> dict[str, int]:
-    """Return the values of the `Size` names of the weights below."""
-    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
-    return {
-        "delta_keys": keys,
-        "delta_values": values,
-        "delta_qkv": 2 * keys + values,
-        "delta_qkvz": 2 * keys + 2 * values,
-        "delta_ba": 2 * delta.value_heads,
-        "delta_heads": delta.value_heads,
-        "delta_head": delta.value_dim,
-        "kernel": delta.kernel,
-    }
-
-
-_HF, _MEGATRON = "model.layers.{layer}.linear_attn.", "decoder.layers.{layer}.self_attention."
-
-
-def _delta(
-    cut: Cut,
-    size: tuple[Size, ...],
-    *names: str,
-    megatron: str,
-    vllm: str | None = None,
-    **more: Any,
-) -> Weight:
-    return Weight(
-        "layer", cut, size, tuple(_HF + name for name in names), _MEGATRON + megatron,
-        _HF + (vllm or names[0]), layers="delta", **more,
-    )  # fmt: skip
-
-
-_QKV: tuple[tuple[int, Size], ...] = ((0, "delta_keys"), (0, "delta_keys"), (0, "delta_values"))
-_COMMON = (
-    _delta(
-        "by_head", ("delta_qkv", "one", "kernel"), "conv1d.weight",
-        megatron="conv1d.weight", parts=_QKV,
-    ),
-    _delta("rows", ("delta_heads",), "A_log", megatron="A_log"),
-    _delta("rows", ("delta_heads",), "dt_bias", megatron="dt_bias"),
-    _delta("replicated", ("delta_head",), "norm.weight", megatron="norm.weight"),
-    _delta("columns", ("hidden", "delta_values"), "out_proj.weight", megatron="linear_proj.weight"),
-)  # fmt: skip
-# Files have the rows of each key head together, as Megatron's parameters here.
-ROWS_BY_HEAD = (
-    _delta(
-        "rows", ("delta_qkvz", "hidden"), "in_proj_qkvz.weight", megatron="linear_qkvz.weight"
-    ),
-    _delta("rows", ("delta_ba", "hidden"), "in_proj_ba.weight", megatron="linear_ba.weight"),
-    *_COMMON,
-)  # fmt: skip
-# Files have q of all heads, k of all heads, and so on.
-ROWS_BY_PART = (
-    _delta(
-        "by_head", ("delta_qkv", "hidden"), "in_proj_qkv.weight", "in_proj_z.weight",
-        megatron="linear_qkvz.weight", vllm="in_proj_qkvz.weight",
-        heights=("delta_qkv", "delta_values"), parts=(*_QKV, (1, "delta_values")),
-    ),
-    _delta(
-        "by_head", ("delta_heads", "hidden"), "in_proj_b.weight", "in_proj_a.weight",
-        megatron="linear_ba.weight", vllm="in_proj_ba.weight",
-        parts=((0, "delta_heads"), (1, "delta_heads")),
-    ),
-    *_COMMON,
-)  # fmt: skip
-# A head's rows of q_proj are its query and the gate of its output.
-GATED_ATTENTION = (
-    replace(ATTENTION[0], fused=None),
-    replace(ATTENTION[1], cut="gated_qkv", size=("gated_qkv", "hidden"), layers="attention"),
-    replace(ATTENTION[2], layers="attention"),
-    *(replace(norm, layers="attention") for norm in QK_NORM),
-)
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """Sizes of latent attention; `ModelShape.head_dim` is that of queries and keys.
-
-    query_rank: size of the queries' latent; None: queries are projections of the hidden states.
-    rank: size of the latent of keys and values. rotated: elements of each head of queries and keys.
-    value: size of a head of values. score_factor: of the scores, besides 1 / sqrt(head_dim).
-    """
-
-    query_rank: int | None
-    rank: int
-    rotated: int
-    value: int
-    score_factor: float = 1.0
-
-
-def unsupported_latent_features(config: dict[str, Any]) -> list[str]:
-    """List features of this config.json's latent attention that the actor does not support."""
-    keys = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    values = config["v_head_dim"]
-    features = {
-        f"v_head_dim {values} above the {keys} of keys": values > keys,
-    }
-    return [feature for feature, present in features.items() if present]
-
-
-def read_latent(config: dict[str, Any], scaling: RotaryScaling | None) -> LatentShape:
-    """Read the sizes from a config.json without unsupported features."""
-    return LatentShape(
-        query_rank=config["q_lora_rank"],
-        rank=config["kv_lora_rank"],
-        rotated=config["qk_rope_head_dim"],
-        value=config["v_head_dim"],
-        score_factor=_score_factor(scaling),
-    )
-
-
-def _score_factor(scaling: RotaryScaling | None) -> float:
-    """Return the factor by which a longer context sharpens attention, as in DeepSeek's own code."""
-    values = dict(scaling.parameters) if scaling else {}
-    weight, factor = float(values.get("mscale_all_dim", 0)), float(values.get("factor", 1))
-    if not weight or factor <= 1:
-        return 1.0
-    return (0.1 * weight * math.log(factor) + 1.0) ** 2
-
-
-def latent_sizes(latent: LatentShape, *, heads: int, head_dim: int) -> dict[str, int]:
-    """Return the values of the `Size` names of the weights below."""
-    return {
-        "query_rank": latent.query_rank or 0,
-        "rank": latent.rank,
-        "latent": latent.rank + latent.rotated,
-        "keys_values": heads * (head_dim - latent.rotated + latent.value),
-        "values": heads * latent.value,
-    }
-
-
-_L = "model.layers.{layer}."
-_SELF = _L + "self_attn."
-_M = "decoder.layers.{layer}."
-_MEGATRON_SELF = _M + "self_attention."
-
-
-def _norm(size: Size, name: str) -> Weight:
-    """The norm of a latent."""
-    stored = f"{_SELF}{name}_a_layernorm.weight"
-    megatron = f"{_MEGATRON_SELF}{name}_layernorm.weight"
-    return Weight("layer", "replicated", (size,), (stored,), megatron, stored)
-
-
-# The first projections are one product, as in vLLM: of the query's latent, if there is one, of the
-# latent of keys and values, and of the rotated part of the keys.
-_WITH_QUERY_LATENT = (
-    Weight(
-        "layer", "replicated", ("query_rank", "hidden"),
-        (_SELF + "q_a_proj.weight", _SELF + "kv_a_proj_with_mqa.weight"),
-        _MEGATRON_SELF + "linear_down_proj.weight",
-        _SELF + "fused_qkv_a_proj.weight",
-        heights=("query_rank", "latent"),
-    ),
-    _norm("query_rank", "q"),
-    Weight(
-        "layer", "rows", ("query", "query_rank"),
-        (_SELF + "q_b_proj.weight",),
-        _MEGATRON_SELF + "linear_q_up_proj.weight",
-        _SELF + "q_b_proj.weight",
-    ),
-)  # fmt: skip
-_WITHOUT_QUERY_LATENT = (
-    Weight(
-        "layer", "replicated", ("latent", "hidden"),
-        (_SELF + "kv_a_proj_with_mqa.weight",),
-        _MEGATRON_SELF + "linear_down_proj.weight",
-        _SELF + "kv_a_proj_with_mqa.weight",
-    ),
-    Weight(
-        "layer", "rows", ("query", "hidden"),
-        (_SELF + "q_proj.weight",),
-        _MEGATRON_SELF + "linear_q_up_proj.weight",
-        _SELF + "q_proj.weight",
-    ),
-)  # fmt: skip
-QUERY_LATENT = Option("q_lora_rank", _WITH_QUERY_LATENT, _WITHOUT_QUERY_LATENT)
-LATENT_ATTENTION = (
-    Weight(
-        "layer", "replicated", ("hidden",),
-        (_L + "input_layernorm.weight",),
-        _M + "input_layernorm.weight",
-        _L + "input_layernorm.weight",
-    ),
-    *_WITH_QUERY_LATENT,
-    *_WITHOUT_QUERY_LATENT,
-    _norm("rank", "kv"),
-    Weight(
-        "layer", "rows", ("keys_values", "rank"),
-        (_SELF + "kv_b_proj.weight",),
-        _MEGATRON_SELF + "linear_kv_up_proj.weight",
-        _SELF + "kv_b_proj.weight",
-    ),
-    Weight(
-        "layer", "columns", ("hidden", "values"),
-        (_SELF + "o_proj.weight",),
-        _MEGATRON_SELF + "linear_proj.weight",
-        _SELF + "o_proj.weight",
-    ),
-)  # fmt: skip
-
 
 # softmax: over all experts or the chosen ones. sigmoid: of each expert's score; experts are chosen
 # by it plus a bias of the expert, which training by policy gradients does not change.

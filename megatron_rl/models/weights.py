@@ -344,7 +344,7 @@ class Architecture:
     ignored: keys that change nothing in this architecture, here, in transformers and in vLLM.
     traits: differences from Llama's computation. scoring: how a router scores experts
     (`models/shape.py`). options: weights that only some models have; `weights` lists those of
-    all. latent_attention: as in `models/shape.py`. wrapper: published class that has this model as
+    all. latent_attention: as in `models/latent.py`. wrapper: published class that has this model as
     its text model (`models/stored_tensors.py`).
     """
 
@@ -380,7 +380,7 @@ class Architecture:
 
     @property
     def has_delta_nets(self) -> bool:
-        """True if layers have gated delta nets (`models/shape.py`)."""
+        """True if layers have gated delta nets (`models/delta_net.py`)."""
         return any(weight.layers == "delta" for weight in self.weights)
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _COMPUTES = {
     "build_objective": "objective", "TokenClasses": "inputs", "TokenInputs": "inputs",
     "Objective": "objective", "OaplObjective": "objective", "ObjectiveResult": "objective",
-    "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "pnpo",
+    "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "padded",
     "Statistics": "statistics",
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 Experts are those of GLM-4.5, which may be divided into groups.
 """
 
-from megatron_rl.models.shape import LATENT_ATTENTION, QUERY_LATENT
+from megatron_rl.models.latent import LATENT_ATTENTION, QUERY_LATENT
 from megatron_rl.models.weights import (
     DENSE_MLP,
     EMBEDDING,

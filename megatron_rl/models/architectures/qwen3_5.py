@@ -6,7 +6,7 @@ text as ordinary embeddings do: all three positions of a token are equal.
 
 from typing import Any
 
-from megatron_rl.models.shape import (
+from megatron_rl.models.delta_net import (
     DEFAULTS,
     GATED_ATTENTION,
     KEYS,

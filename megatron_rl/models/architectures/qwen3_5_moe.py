@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_rl.models.architectures.qwen2_moe import SHARED_EXPERT
 from megatron_rl.models.architectures.qwen3_5 import IGNORED, TRAITS, text_keys
-from megatron_rl.models.shape import DEFAULTS, GATED_ATTENTION, KEYS, ONLY, ROWS_BY_PART
+from megatron_rl.models.delta_net import DEFAULTS, GATED_ATTENTION, KEYS, ONLY, ROWS_BY_PART
 from megatron_rl.models.weights import (
     EMBEDDING,
     FINAL_NORM,

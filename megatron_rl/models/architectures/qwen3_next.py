@@ -4,7 +4,7 @@ arXiv 2412.06464; sizes and names of transformers' `modeling_qwen3_next.py`.
 """
 
 from megatron_rl.models.architectures.qwen2_moe import SHARED_EXPERT
-from megatron_rl.models.shape import (
+from megatron_rl.models.delta_net import (
     DEFAULTS,
     GATED_ATTENTION,
     KEYS,

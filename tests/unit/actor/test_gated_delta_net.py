@@ -115,7 +115,7 @@ def build_layer(name, topology):
     from megatron_rl.actor.build import build_transformer_config
     from megatron_rl.actor.gated_delta_net import GatedDeltaNet
     from megatron_rl.actor.settings import ActorSettings
-    from megatron_rl.models.shape import DeltaShape
+    from megatron_rl.models.delta_net import DeltaShape
     from tests.unit.resharding.shapes import small_shape
 
     delta = DeltaShape(2, 4, 8, 12, 4, layers=(0, 1, 2))

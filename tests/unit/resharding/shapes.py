@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.models.architectures import ARCHITECTURES
-from megatron_rl.models.shape import DeltaShape, ExpertShape, LatentShape, ModelShape, tensor_shapes
+from megatron_rl.models.delta_net import DeltaShape
+from megatron_rl.models.latent import LatentShape
+from megatron_rl.models.shape import ExpertShape, ModelShape, tensor_shapes
 
 DENSE_FIRST = ExpertShape(
     4, 2, 12, True, shared_ffn_hidden_size=28, first_layer=2, scoring="sigmoid"
