@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from megatron_rl.config.sections import ColumnsSection
-from megatron_rl.data.rendering import ConversationTokenizer, tokenize_chats
+from megatron_rl.data.demonstrations import ConversationTokenizer
+from megatron_rl.data.rendering import tokenize_chats
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
     PlainRow,

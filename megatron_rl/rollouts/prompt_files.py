@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import (
     PromptMix,
     PromptOrder,
@@ -14,7 +15,6 @@ from megatron_rl.data.prompts import (
     read_prompts,
     write_prompts,
 )
-from megatron_rl.data.rendering import ConversationTokenizer
 from megatron_rl.data.rows import FIRST_ROWS, count_rows
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule

@@ -1,14 +1,12 @@
-"""The interface between training and what supplies rollouts; the choice of those to train."""
+"""The interface between training and everything that supplies rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.config import Config
 from megatron_rl.objectives import PolicyObjective
-from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, build_rollout_batch
 from megatron_rl.rollouts.schedule import GroupBuffer
 from megatron_rl.telemetry.console import Console
@@ -120,44 +118,3 @@ class RolloutSource(Protocol):
     def after_checkpoint(self, step: int) -> None:
         """Drop state that a run resumed from the checkpoint of `step` does not have."""
         return
-
-
-@dataclass
-class BatchSelector:
-    """Turns fresh and buffered groups into the batch of a step.
-
-    reference: only for objectives with a KL term.
-    """
-
-    run: RunContext
-    reference: ReferencePolicy | None = None
-
-    def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
-        """Insert fresh groups into the buffer and return the batch that `step` trains."""
-        config, buffer, clock = self.run.config, self.run.buffer, self.run.clock
-        with clock.phase("pack"):
-            buffer.insert(group for batch in fresh for group in batch.groups)
-            groups = buffer.select(step)
-            if config.has_late_advantages:
-                groups = compute_all_advantages(groups, config)
-            packed = next((batch for batch in fresh if batch.groups == groups), None)
-            batch = packed or self.run.pack(groups)
-            batch.report_by_lag(step)
-        if self.is_decoupled:
-            with clock.phase("behavior"):
-                batch.center_on(self.run.actor)
-        if self.reference is not None:
-            with clock.phase("reference"):
-                objective = self.run.objective
-                batch.freeze_reference(
-                    self.reference,
-                    whole_vocabulary=objective.divergence is not None,
-                    top_k=objective.top_k,
-                )
-        return batch
-
-    @property
-    def is_decoupled(self) -> bool:
-        """True if ratios are to the policy before the step and a correction leads to the engine."""
-        needs = self.run.objective.needs
-        return self.run.config.behavior == "engine" and "rollout_logprobs" in needs

@@ -52,7 +52,8 @@ from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.source import BatchSelector, RolloutSource, RunContext
+from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import Interruption
 from megatron_rl.runtime.processes import command_start

@@ -14,7 +14,8 @@ from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.schedule import LagClock
-from megatron_rl.rollouts.source import BatchSelector, RolloutSource, RunContext
+from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from megatron_rl.apps.tasks import tiny_task
-from megatron_rl.data.rendering import ConversationTokenizer
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import learned
 from tests.functional.tiny_runs import TASK, make_task, start_training, train

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import PromptTable, load_prompts, write_prompts
-from megatron_rl.data.rendering import ConversationTokenizer
 from megatron_rl.errors import UserError
 
 # In essence the templates of published models, with the marks that transformers reads. A mark

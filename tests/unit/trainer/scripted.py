@@ -22,7 +22,8 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.source import BatchSelector, RunContext
+from megatron_rl.rollouts.selection import BatchSelector
+from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.telemetry.console import Console

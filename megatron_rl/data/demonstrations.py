@@ -1,0 +1,143 @@
+"""Conversations that are trained as they are: prompt, the assistant's tokens, what is between.
+
+Each trained message of the assistant is in the context in which the policy would write it: the
+tokens of the messages before it with the generation prompt. Where a template writes earlier turns
+differently later on (most drop their thinking), the next turn therefore begins another sequence
+of the same response, as an agent's replaced history does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_rl.data.rendering import Chat, render, tokenize_messages
+from megatron_rl.data.tokenizer import Template
+from megatron_rl.errors import UserError
+from megatron_rl.messages import Message
+from megatron_rl.rewards.thinking import ends_inside_thinking, has_end
+from megatron_rl.types import Demonstration
+
+
+@dataclass(frozen=True)
+class ConversationTokenizer:
+    """Turns conversations into prompts and demonstrations.
+
+    turns: the assistant's messages that are trained. stop: tokens that end a response.
+    """
+
+    tokenizer: Any
+    turns: Literal["all", "last"] = "all"
+    stop: Sequence[int] = ()
+    template: Template = "chat"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def tokenize(self, chat: Chat) -> tuple[list[int], Demonstration]:
+        """Return the tokens of the first trained message's prompt, and what follows them.
+
+        Raises UserError where a message cannot be trained as it is.
+        """
+        messages, tools = chat
+        places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.turns == "last":
+            places = places[-1:]
+        if places[0] == 0:
+            raise UserError("begins with a message of the assistant, which has no prompt")
+        if self.template == "raw":
+            return self._tokenize_raw(messages, places)
+        prompt_ids: list[int] = []
+        tokens: list[int] = []
+        observed, restarts, text = [], [], ""
+        for place in places:
+            prompt = self._write(messages[:place], tools)
+            answer = self._write_answer(messages, place, prompt, tools)
+            if not text:
+                prompt_ids = self._ids(prompt)
+            else:
+                continues = prompt.startswith(text)
+                between = self._ids(prompt[len(text) :] if continues else prompt)
+                restarts += [] if continues else [len(tokens)]
+                observed.append((len(tokens), len(tokens) + len(between)))
+                tokens += between
+            tokens += self._ids(answer)
+            text = prompt + answer
+        return prompt_ids, Demonstration(tuple(tokens), tuple(observed), tuple(restarts))
+
+    def _write(self, messages: Sequence[Message], tools: Any, *, generate: bool = True) -> str:
+        return render(messages, tools, self.tokenizer, arguments=self.arguments, generate=generate)
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _write_answer(
+        self, messages: Sequence[Message], place: int, prompt: str, tools: Any
+    ) -> str:
+        """Return what follows the generation prompt, up to the token that ends the turn.
+
+        The template's own text if it has the whole message, else the message itself.
+        """
+        message = messages[place]
+        content = message["content"].strip()
+        whole = self._write(messages[: place + 1], tools, generate=False)
+        body = whole.removeprefix(prompt)
+        if whole == body or content not in body:
+            if message.get("tool_calls"):
+                raise UserError(
+                    f"message {place + 1}: the chat template writes its tool calls otherwise than "
+                    "after the generation prompt, so the policy could not write them; repair "
+                    "chat_template.jinja or set data.template_arguments"
+                )
+            return self._write_plainly(messages, place, prompt)
+        ends = [self.tokenizer.decode([token]) for token in self.stop]
+        last = max((body.rfind(end) + len(end) for end in ends if end in body), default=0)
+        if not last or body[last:].strip():
+            body, last = body + self._end_of_text, len(body + self._end_of_text)
+        self._refuse_early_end(content, ends, place)
+        return body[:last]
+
+    def _write_plainly(self, messages: Sequence[Message], place: int, prompt: str) -> str:
+        """Return a message's text after the prompt, which may have opened its thinking."""
+        content: str = messages[place]["content"]
+        if ends_inside_thinking(prompt, last_message=messages[place - 1]["content"]):
+            content = content[_overlap(prompt, content) :]
+            if not has_end(content):
+                raise UserError(
+                    f"message {place + 1}: the chat template opens the assistant's thinking, and "
+                    "the message does not end it; write the thinking before the answer, up to its "
+                    "end mark such as </think>, or set data.template_arguments"
+                )
+        self._refuse_early_end(content, [self._end_of_text], place)
+        return content + self._end_of_text
+
+    @property
+    def _end_of_text(self) -> str:
+        text: str = self.tokenizer.decode([self.tokenizer.eos_token_id])
+        return text
+
+    def _refuse_early_end(self, content: str, ends: Sequence[str], place: int) -> None:
+        if found := [end for end in ends if end in content]:
+            raise UserError(
+                f"message {place + 1} contains {found[0]!r}, which ends a response; remove it"
+            )
+
+    def _tokenize_raw(
+        self, messages: Sequence[Message], places: Sequence[int]
+    ) -> tuple[list[int], Demonstration]:
+        if len(places) > 1 or places[-1] != len(messages) - 1:
+            raise UserError(
+                "has several messages of the assistant, which data.template=raw cannot tell apart; "
+                "use a chat template, or sft.turns=last"
+            )
+        prompt = tokenize_messages(
+            messages[:-1], self.tokenizer, template="raw", arguments=self.arguments
+        )
+        content = messages[-1]["content"]
+        self._refuse_early_end(content, [self._end_of_text], places[-1])
+        answer = [*self._ids(content), self.tokenizer.eos_token_id]
+        return prompt, Demonstration(tuple(answer))
+
+
+def _overlap(prompt: str, content: str) -> int:
+    """Return the length of the longest end of the prompt that begins the content."""
+    lengths = range(min(len(prompt), len(content)), 0, -1)
+    return next((n for n in lengths if prompt.endswith(content[:n])), 0)
