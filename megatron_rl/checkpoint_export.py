@@ -70,7 +70,7 @@ def plan_export(
 def run_export(plan: CheckpointExport) -> None:
     """Export as one rank of the layout; collective."""
     from megatron_rl.actor import groups
-    from megatron_rl.actor.checkpoint_export import export_checkpoint
+    from megatron_rl.actor.export import export_checkpoint
 
     start = time.monotonic()
     layout = plan.layout

@@ -20,8 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
-from megatron_rl.config.paths import is_path  # noqa: E402
-from megatron_rl.config.sections import PATTERNS, ColumnsSection  # noqa: E402
+from megatron_rl.config.sections import (  # noqa: E402
+    PATTERNS,
+    ColumnsSection,
+    is_path,
+)
 from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES, Metric  # noqa: E402
 
 CONFIGURATION = ROOT / "docs" / "configuration.md"

@@ -64,7 +64,7 @@ from megatron_rl.actor.weights import ADAPTER
 from megatron_rl.distributed.agreement import sum_over_ranks
 from megatron_rl.distributed.collectives import Group, group_size
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.runtime.checkpoint_format import FORMAT, stamp
+from megatron_rl.runtime.versions import FORMAT, stamp
 
 # Maximum elements per box: a reader under another layout reads whole boxes, one at a time.
 LARGEST_BOX = 1 << 24

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, weight_shapes
 from megatron_rl.models.weights import Weight
-from megatron_rl.runtime.checkpoint_format import check_format
+from megatron_rl.runtime.versions import check_format
 
 ALLOWED = {
     "torch": {"Size", "dtype", "float32", "bfloat16", "float16", "float64", "int64", "int32",

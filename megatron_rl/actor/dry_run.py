@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import actor as actor_module
-from megatron_rl.actor import delta_kernel, dry_run_kernels, layers
 from megatron_rl.actor import device as device_module
+from megatron_rl.actor import dry_run_kernels, gated_delta_net, layers
 from megatron_rl.actor import reference as reference_module
 from megatron_rl.distributed import context_attention
 from megatron_rl.distributed.topology import Topology
@@ -163,7 +163,7 @@ class Stage:
             (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
             (context_attention, "attend_fused", kernels.attention(self.count_flops)),
             (layers, "rms_norm", kernels.rms_norm),
-            (delta_kernel, "find_kernel", lambda: kernels.gated_delta(self.count_flops)),
+            (gated_delta_net, "find_kernel", lambda: kernels.gated_delta(self.count_flops)),
             (fused_bias_geglu, "geglu", kernels.swiglu),
             (fused_bias_geglu, "geglu_back", kernels.swiglu_back),
             *(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.actor import elementwise
+from megatron_rl.actor.layers import rms_norm as computed_rms_norm
 from megatron_rl.distributed.context_attention import with_sink
 
 
@@ -36,7 +36,7 @@ class _Norm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """[..., h], [h] -> [..., h]."""
     if weight.dtype != x.dtype:  # not fused on CUDA either
-        return elementwise.rms_norm(x, weight, eps=eps)
+        return computed_rms_norm(x, weight, eps=eps)
     return _Norm.apply(x, weight)
 
 

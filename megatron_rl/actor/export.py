@@ -4,6 +4,9 @@ The tensors are divided into files in the model's order. A file is written by on
 files as there are writers are written at a time. Writers receive the rectangles of their tensors
 from ranks that have them in buckets of bytes. Every rank goes through the same steps, and in a step
 each writer receives one bucket.
+
+`export_checkpoint` exports a distributed checkpoint. Each rank exports its own shards; its memory
+is limited to these, one full tensor and, on rank 0, one file of the export.
 """
 
 from __future__ import annotations
@@ -22,7 +25,22 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.actor.weights import HfReader, ProgressCallback, ignore_progress, stored_dtypes
+from megatron_rl.actor.build import build_chunks
+from megatron_rl.actor.checkpoint import load_checkpoint
+from megatron_rl.actor.checkpoint_contents import read_state
+from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
+from megatron_rl.actor.model import PolicyModel
+from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.weights import (
+    HfReader,
+    ProgressCallback,
+    ignore_progress,
+    load_model,
+    named_parameters,
+    stored_dtypes,
+)
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.agreement import (
     StragglerBarrier,
     raise_across_ranks,
@@ -32,7 +50,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
-from megatron_rl.models.shape import ModelShape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import (
     further_tensors,
     stored_places,
@@ -365,3 +383,52 @@ def begin_folder(partial: Path, source: str | Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if without := {key: 0 for key in _FURTHER_TOKENS if config.get(key)}:
         path.write_text(json.dumps(config | without, indent=2) + "\n", encoding="utf-8")
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    target: str | Path,
+    *,
+    like: str | Path,
+    topology: Topology,
+    progress: ProgressCallback,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder. Collective.
+
+    like: the model folder that provides config, tokenizer files and each tensor's dtype, and for a
+    checkpoint of adapters the weights that these are added to.
+    """
+    shape = read_model_shape(like)
+    stored = read_state(checkpoint).get("adapters")
+    weights: Mapping[str, LocalWeight]
+    with megatron_runtime():
+        chunks = _build(shape, stored_dtypes(like, shape), topology)
+        if stored is None:
+            load_checkpoint(checkpoint, chunks=chunks, topology=topology)
+            weights = named_parameters(chunks)
+        else:
+            load_model(chunks, shape=shape, topology=topology, folder=like)
+            lora = LoraSection(**{key: stored[key] for key in ("rank", "alpha", "targets")})
+            seed = stored["seed"]
+            add_adapters(chunks, lora, seed=seed, shape=shape, topology=topology)
+            adapters = describe_adapters(lora, seed=seed, folder=like)
+            updates = load_checkpoint(
+                checkpoint, chunks=chunks, topology=topology, adapters=adapters
+            )
+            weights = adapted_weights(chunks, lora, seed=seed, updates=updates)
+    export_weights(
+        weights,
+        shape=shape,
+        topology=topology,
+        source=like,
+        folder=target,
+        progress=progress,
+    )
+
+
+def _build(
+    shape: ModelShape, dtypes: dict[str, torch.dtype], topology: Topology
+) -> list[PolicyModel]:
+    """Build chunks in the dtype that represents every tensor exactly."""
+    dtype = torch.bfloat16 if set(dtypes.values()) == {torch.bfloat16} else torch.float32
+    return build_chunks(shape, settings=ActorSettings(dtype=dtype), topology=topology)

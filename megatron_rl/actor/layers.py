@@ -21,11 +21,35 @@ Experts of gpt-oss have biases and a clamped activation of gate and up rows in t
     out      = (clamp(up, -7, 7) + 1) * gate' * sigmoid(1.702 gate'),   gate' = min(gate, 7)
 
 Only whole experts are on a rank: Megatron supports biases of experts without tensor parallelism.
+
+Norm and activation make few passes over memory and save few tensors for the backward pass:
+without CUDA, torch and Megatron-core have no fused kernels for them, and on a small model these
+passes dominate the step time.
+
+An adapter (LoRA) of a linear, whosever the linear is: one factor is cut like the weight, the other
+is whole on every tensor-parallel rank; only activations with r columns travel:
+
+    column parallel  A [r, in], B [out / tp, r]: A x is gathered over shards of the sequence, or its
+                     gradient is summed over ranks
+    row parallel     A [r, in / tp], B [out, r]: A x is summed over ranks
+
+A whole factor that sees only a shard of the sequence is marked, and Megatron sums its gradient. The
+token dispatcher of experts gathers their inputs and sums their outputs, so adapters of experts send
+no activations, and the gradient of their whole factor is summed over the expert's ranks.
+
+Tokens go to the rows of their experts and back by gathers, with the same bits in every pass:
+without Transformer Engine's kernels Megatron-core adds the k rows of a token with `scatter_add_`,
+and torch's backward of `index_select` does the same. On CUDA these are atomic additions: their
+order, and in bfloat16 each rounding, differ from one pass to the next, so that routers of later
+layers choose other experts and the first ratio of a step is not 1 (seen on an H100: 0.08). Here
+every token gathers its rows and adds them in the order of its experts, in at least float32.
+
+[T, h] are tokens, [N, h] rows sorted by expert, N = k T (no token is dropped).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -43,8 +67,9 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.mlp import MLP, apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,15 +78,108 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
+from torch.nn import Module, Parameter
 
-from megatron_rl.actor.elementwise import geglu, rms_norm, swiglu
 from megatron_rl.actor.rotary import PackRotation
-from megatron_rl.distributed.attention_plan import AttentionPlan, build_attention_plan
 from megatron_rl.distributed.collectives import Group
-from megatron_rl.distributed.context_attention import context_attention
+from megatron_rl.distributed.context_attention import (
+    AttentionPlan,
+    build_attention_plan,
+    context_attention,
+)
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.models.architectures.gpt_oss import ALPHA, LIMIT
 from megatron_rl.models.shape import ModelShape
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm that saves x and 1 / sqrt(mean(x^2) + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return dx = s g' - x s^3 mean(p w) and dw = sum_tokens s p; g' = g w, p = g x."""
+        x, weight, scale = ctx.saved_tensors
+        wide, grad, wide_weight = x.float(), grad.float(), weight.float()
+        product = grad * wide
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            by_channel = product.flatten(0, -2).t() @ scale.flatten()
+            grad_weight = by_channel.to(weight.dtype)
+        share = (product @ wide_weight).unsqueeze(-1).mul_(scale**3).div_(-x.shape[-1])
+        grad_x = (grad * wide_weight).mul_(scale).addcmul_(wide, share)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + eps) * weight; [..., h], [h] -> [..., h].
+
+    torch's fused norm needs a weight of x's dtype.
+    """
+    if x.is_cuda and weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RmsNorm.apply(x, weight, eps)
+
+
+# Input elements per block of rows, so that intermediate results stay in the cache.
+SWIGLU_ELEMENTS = 1 << 18
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, grad_input: Tensor) -> None:
+    torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad_input)
+
+
+class _Gated(torch.autograd.Function):
+    """Gated activation that saves only its input and recomputes act(gate) in the backward pass.
+
+    The gradient overwrites the input, so that no tensor of that size is allocated at peak memory.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, activate: Callable[..., Tensor], differentiate: Callable[..., Any]
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.activate, ctx.differentiate = activate, differentiate
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        x = x.detach()
+        count = max(1, SWIGLU_ELEMENTS * len(x) // max(1, x.numel()))
+        for rows, grad_rows in zip(x.split(count), grad.split(count), strict=True):
+            gate, up = rows.chunk(2, dim=-1)
+            grad_activated = grad_rows * up
+            torch.mul(ctx.activate(gate), grad_rows, out=up)
+            ctx.differentiate(grad_activated, gate, grad_input=gate)
+        return x, None, None
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Compute silu(gate) * up for x = [gate; up]; [t, ..., 2 f] -> [t, ..., f].
+
+    The backward pass overwrites x, so x must not be read afterwards: it must be a projection's
+    output, not a leaf. A second backward pass through the same graph raises torch's RuntimeError.
+    """
+    return _Gated.apply(x, F.silu, torch.ops.aten.silu_backward.grad_input)
+
+
+def geglu(x: Tensor) -> Tensor:
+    """Compute gelu(gate) * up for x = [gate; up], with gelu's tanh form; otherwise as `swiglu`."""
+    return _Gated.apply(x, _gelu, _gelu_backward)
 
 
 def clamped_swiglu(x: Tensor) -> Tensor:
@@ -434,3 +552,159 @@ def _by_halves(x: Tensor) -> Tensor:
     Queries and keys are moved alike, so their products do not change.
     """
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+
+
+class AdaptedLinear(Module):
+    """The part of an adapted linear that does not depend on its parallelism.
+
+    lora_gated: the output is [gate shard; up shard]. lora_enabled: False while the reference policy
+    is computed.
+    """
+
+    lora_a: Parameter  # [r, in] or [r, in / tp]
+    lora_b: Parameter  # [out / tp, r] or [out, r]
+    lora_scale: float
+    lora_gated: bool
+    lora_enabled: bool
+    lora_cut: tuple[str, int]  # the factor that is cut like the weight, and its dimension
+    tp_group: Any
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """[..., in] -> ([..., out], bias), cut and gathered like the linear's."""
+        input_, out, bias = self.run_frozen(input_, *args, **kwargs)
+        if not self.lora_enabled:
+            return out, bias
+        low, b = self._low_rank(input_)
+        total = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=self.lora_scale)
+        return total.view_as(out), bias
+
+    def run_frozen(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Any]:
+        """Return the adapter's input, the linear's output, and its bias."""
+        out, bias = super().forward(input_, *args, **kwargs)
+        return input_, out, bias
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A x for the tokens of the output, [..., r], and B."""
+        raise NotImplementedError
+
+    def _summed(self, factor: Tensor) -> Tensor:
+        """Return the factor; its gradient is summed over the linear's ranks."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.tp_group)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the linear's tensors and the factors with their places in the global tensors."""
+        linear: Any = super()
+        state = linear.sharded_state_dict(prefix, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(
+            {"lora_a": self.lora_a, "lora_b": self.lora_b},
+            prefix,
+            dict([self.lora_cut]),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.lora_gated:  # as Megatron does for the weight
+            name = f"{prefix}lora_b"
+            state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
+        return state
+
+
+class ColumnAdapter(AdaptedLinear):
+    """Adapter of a column-parallel linear; B is cut."""
+
+    lora_cut = ("lora_b", 0)
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.is_expert:
+            return x @ self._summed(self.lora_a).t(), self.lora_b
+        low = x @ self.lora_a.t()
+        if self.sequence_parallel:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            return gather(low, group=self.tp_group), self.lora_b
+        return self._summed(low), self.lora_b
+
+
+class RowAdapter(AdaptedLinear):
+    """Adapter of a row-parallel linear; A is cut."""
+
+    lora_cut = ("lora_a", 1)
+
+    def _low_rank(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        low = x @ self.lora_a.t()  # of this rank's inputs
+        if self.is_expert:
+            return low, self._summed(self.lora_b)
+        if self.sequence_parallel:
+            total = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+        else:
+            total = tensor_parallel.reduce_from_tensor_model_parallel_region
+        return total(low, group=self.tp_group), self.lora_b
+
+
+def sum_rows(rows: Tensor, rows_of_token: Tensor) -> Tensor:
+    """Add each token's rows in order: [N, h] at [T, k] -> [T, h] in the dtype of rows."""
+    total = torch.promote_types(rows.dtype, torch.float32)
+    first, *others = rows_of_token.unbind(1)
+    out = rows.index_select(0, first).to(total)
+    for row in others:
+        out += rows.index_select(0, row)
+    return out.to(rows.dtype)
+
+
+def find_rows(token_of_row: Tensor, tokens: int) -> Tensor:
+    """Return the rows of each token in the order of its experts: [N] -> [T, k]."""
+    if not tokens:
+        return token_of_row.new_empty(0, 1)
+    return token_of_row.argsort(stable=True).view(tokens, -1)
+
+
+class _Permute(torch.autograd.Function):
+    """Copy each token to its rows; gradients of its rows are added."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, token_of_row: Tensor) -> Tensor:
+        ctx.save_for_backward(find_rows(token_of_row, len(tokens)))
+        return tokens.index_select(0, token_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sum_rows(gradient, *ctx.saved_tensors), None
+
+
+class _Unpermute(torch.autograd.Function):
+    """Add the rows of each token; its gradient is copied to them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(token_of_row)
+        return sum_rows(rows, find_rows(token_of_row, tokens))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, *ctx.saved_tensors), None, None
+
+
+def permute(
+    tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """Do what Megatron's `permute` does; see there."""
+    if options.get("fused"):
+        return _MEGATRON_PERMUTE(tokens, routing_map, probs=probs, **options)
+    # The rows of a tensor without columns: Megatron's order of rows, and nothing to copy.
+    _, *others = _MEGATRON_PERMUTE(tokens.detach()[:, :0], routing_map, probs=probs, **options)
+    return _Permute.apply(tokens, others[1]), *others
+
+
+def unpermute(
+    permuted_tokens: Tensor, sorted_indices: Tensor, restore_shape: torch.Size, **options: Any
+) -> Tensor:
+    """Do what Megatron's `unpermute` does where `permute` made the rows; see there."""
+    if options.get("fused"):
+        return _MEGATRON_UNPERMUTE(permuted_tokens, sorted_indices, restore_shape, **options)
+    out: Tensor = _Unpermute.apply(permuted_tokens, sorted_indices, restore_shape[0])
+    return out
+
+
+_MEGATRON_PERMUTE, _MEGATRON_UNPERMUTE = moe_utils.permute, moe_utils.unpermute
+token_dispatcher.permute, token_dispatcher.unpermute = permute, unpermute

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_rl.actor.adapted_linear import AdaptedLinear, ColumnAdapter, RowAdapter
+from megatron_rl.actor.layers import AdaptedLinear, ColumnAdapter, RowAdapter
 from megatron_rl.actor.weights import named_parameters
 from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-import megatron_rl.actor.token_permutation  # noqa: F401 - replaces Megatron's functions
+import megatron_rl.actor.layers  # noqa: F401 - replaces Megatron's functions
 from megatron_rl.actor.gated_delta_net import GatedDeltaNet
 from megatron_rl.actor.layers import LatentAttention, PackContext, RmsNorm, build_local_layer_spec
 from megatron_rl.actor.settings import GEMM_TOKENS, ActorSettings

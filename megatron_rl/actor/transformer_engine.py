@@ -18,8 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_rl.actor.adapted_linear import ColumnAdapter, RowAdapter
-from megatron_rl.actor.layers import build_local_layer_spec
+from megatron_rl.actor.layers import ColumnAdapter, RowAdapter, build_local_layer_spec
 from megatron_rl.models.shape import ModelShape
 
 

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def print_run(path: str) -> int:
     """Print the parts of a run directory; returns 1 if any of them is corrupted, else 0."""
-    from megatron_rl.runs.examination import examine_run
+    from megatron_rl.runs.directory import examine_run
 
     parts = examine_run(path)
     rows = [(p.problem is None, p.name, p.found, p.problem or "") for p in parts]

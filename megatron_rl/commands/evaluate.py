@@ -9,10 +9,8 @@ from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, named, option
 from megatron_rl.commands.train import check_devices, check_installed, rank_modules
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
-from megatron_rl.config.loading import apply_override
-from megatron_rl.config.paths import HUB_NAME, expand_path
-from megatron_rl.config.sections import ColumnsSection
-from megatron_rl.config.yaml_text import read_mapping
+from megatron_rl.config.loading import apply_override, read_mapping
+from megatron_rl.config.sections import HUB_NAME, ColumnsSection, expand_path
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runtime.joining import join_processes, share_cores
 from megatron_rl.runtime.launcher import start_processes

@@ -113,7 +113,7 @@ class Config(Section):
         problems += self._lag_problems() + self._ppo_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
-        problems += sampling_problems(self)
+        problems += sampling_problems(self) + generation_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -159,6 +159,10 @@ class Config(Section):
             f"replay.capacity={self.replay.capacity}": (
                 self.replay.fresh == 1 and self.replay.capacity > 1,
                 "replay.fresh=1, which replays nothing",
+            ),
+            f"data.epochs={self.data.epochs or 0:g}": (
+                self.data.epochs is not None and self.offline.rollouts is not None,
+                "offline.rollouts, which reads no prompts",
             ),
             f"offline.behavior={self.offline.behavior}": (
                 self.offline.rollouts is None and self.offline.behavior != "file",
@@ -245,19 +249,6 @@ class Config(Section):
             )
         if self.offline.rollouts is None:
             return problems
-        needs_engine = {
-            "eval.sets": self.eval.sets,
-            "trainer.self_test_every": self.trainer.self_test_every,
-            "dynamic_sampling": self.dynamic_sampling.rounds,
-            "environment": self.environment,
-            "lag.partial_rollouts": self.lag.partial_rollouts,
-            "parallel.engine_ranks": self.parallel.engine_ranks,
-        }
-        problems += [
-            f"{key} needs an engine, but offline.rollouts starts none; unset one of them"
-            for key, value in needs_engine.items()
-            if value
-        ]
         if self.offline.behavior != "file" and self.behavior == "engine":
             problems.append(
                 f"behavior=engine uses the log-probs in offline.rollouts, but offline.behavior="
@@ -487,16 +478,31 @@ def sampling_problems(config: Config) -> list[str]:
             "policy that generates is over the tokens that its sampler kept; set "
             "objective.kl.estimator=k3, or unset one"
         )
-    unused = {
-        "offline.rollouts, whose files have the tokens that their sampler kept": (
-            config.offline.rollouts
-        ),
-        "sft": config.sft,
-    }
-    problems += [
-        f"{settings}: no effect with {name}; unset one" for name, value in unused.items() if value
-    ]
     return problems
+
+
+def generation_problems(config: Config) -> list[str]:
+    """List settings of generation in a run whose responses are given: offline.rollouts or sft."""
+    offline, rollout = config.offline.rollouts is not None, config.rollout
+    if not offline and config.sft is None:
+        return []
+    of_generation = {
+        "eval.sets": offline and config.eval.sets,
+        "trainer.self_test_every": config.trainer.self_test_every,
+        "dynamic_sampling": config.dynamic_sampling.rounds,
+        "environment": config.environment,
+        "lag.partial_rollouts": offline and config.lag.partial_rollouts,  # sft refuses any lag
+        "parallel.engine_ranks": config.parallel.engine_ranks,
+        "rollout.top_k": rollout.top_k,
+        "rollout.top_p": rollout.top_p < 1,
+        "rollout.min_p": rollout.min_p,
+    }
+    source = "offline.rollouts" if offline else "sft"
+    return [
+        f"{key} needs responses that an engine generates, but {source} gives them; unset one"
+        for key, value in of_generation.items()
+        if value
+    ]
 
 
 def partial_rollout_problems(config: Config) -> list[str]:
@@ -544,7 +550,7 @@ def engine_rank_problems(config: Config) -> list[str]:
     if number is None:
         return []
     if config.offline.rollouts is not None or config.sft is not None:
-        return []  # refused with these, which need no engine
+        return []  # refused by `generation_problems`
     if lag.policy is not None or lag.batches:
         return []
     return [
@@ -618,11 +624,6 @@ def epochs_problems(config: Config) -> list[str]:
             f"data.epochs={epochs:g} and trainer.steps={config.trainer.steps} both set the length "
             "of the run; remove trainer.steps, or set data.epochs=null"
         )
-    if epochs is not None and config.offline.rollouts is not None:
-        problems.append(
-            f"data.epochs={epochs:g} counts passes over prompts, but offline.rollouts reads none; "
-            "set data.epochs=null and trainer.steps"
-        )
     if epochs is not None and config.environment is not None and config.data.too_long == "skip":
         problems.append(
             f"data.epochs={epochs:g} cannot count the prompts that data.too_long=skip leaves out "
@@ -658,12 +659,8 @@ def sft_problems(config: Config) -> list[str]:
         "lag": (config.lag, LagSection()),
         "replay": (config.replay, ReplaySection()),
         "shaping": (config.shaping, ShapingSection()),
-        "dynamic_sampling": (config.dynamic_sampling, DynamicSamplingSection()),
         "early_stopping": (config.early_stopping, EarlyStoppingSection()),
         "offline": (config.offline, OfflineSection()),
-        "environment": (config.environment, None),
-        "trainer.self_test_every": (config.trainer.self_test_every, None),
-        "parallel.engine_ranks": (config.parallel.engine_ranks, None),
     }
     return [
         f"{key}{f'={value}' if isinstance(value, str | int | float) else ''}: has no meaning with "

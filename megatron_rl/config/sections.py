@@ -2,13 +2,19 @@
 
 Defaults follow the published PNPO configuration (1.5B model, 16k context) where the paper gives
 one. `tools/reference_pages.py` generates `docs/configuration.md` from the docstrings.
+
+A setting whose type is `PathText` is a path: it is expanded when it is validated, on the machine
+on which the command was started, and `with_absolute_paths` makes it absolute.
 """
 
+import os
+import re
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,9 +25,51 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_rl.config.paths import PathText
 from megatron_rl.objectives.named import Spec, choose_objective
 from megatron_rl.objectives.spec import FUNCTION
+
+# OWNER/NAME or OWNER/NAME@REVISION on the Hugging Face hub; a relative path may look like one
+HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+))?")
+_VARIABLE_IN_PATH = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([^}]*)\})")
+_IS_PATH = object()  # in the metadata of a setting
+
+
+def expand_path(text: str) -> str:
+    """Replace `~`, `~user`, `$NAME` and `${NAME}` as a shell does.
+
+    Raises ValueError for a variable that is not set or empty, for another form of `${...}` and for
+    an unknown user. The `$` in the name of an existing file is left as it is.
+    """
+    if text.startswith("~"):
+        expanded = os.path.expanduser(text)
+        if expanded.startswith("~"):
+            raise ValueError(
+                f"there is no home folder of {text.partition('/')[0]}; give the path in full, or "
+                "./ in front of a name that begins with ~"
+            )
+        text = expanded
+    return text if "$" not in text or os.path.lexists(text) else _VARIABLE_IN_PATH.sub(_value, text)
+
+
+def _value(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError(f"{match[0]} is not replaced in paths, only $NAME and ${{NAME}}")
+    if not (value := os.environ.get(name)):
+        raise ValueError(
+            f"the environment variable {name} is not set or empty; export it, or give the path in "
+            "full"
+        )
+    return value
+
+
+PathText = Annotated[str, AfterValidator(expand_path), _IS_PATH]
+
+
+def is_path(annotation: Any, metadata: list[Any]) -> bool:
+    """Return True for `PathText` and for `PathText | None`."""
+    kinds = (annotation, *get_args(annotation))
+    return any(_IS_PATH in (*metadata, *getattr(kind, "__metadata__", ())) for kind in kinds)
 
 
 def refuse_bool(value: Any) -> Any:

@@ -4,15 +4,31 @@ Every rank gathers the keys and values of the whole pack (one collective) and at
 queries; the gradients of keys and values are summed back to their owners (one collective). If the
 gathered tensors are large, the backward pass gathers them again instead of keeping them (one more
 collective). No T x T matrix is materialized: each block of queries attends to the keys of its
-sliding window, or all keys, up to its own positions (`attention_plan.py`). This file uses fused
-kernels, whose memory is linear in the tokens; the CPU implementation is in `cpu_attention.py`.
+sliding window, or all keys, up to its own positions. CUDA uses fused kernels,
+whose memory is linear in the tokens.
 
 Shapes: T tokens in the pack, t = T / cp on this rank, H query heads, K key-value heads, d their
 size; in a segment s sequences, q query slots and k key slots each.
+
+*Plan.* On CUDA, where a few large kernels are fastest, sequences of similar lengths form a segment
+that is attended as one padded batch. On the CPU a segment contains sequences of equal length and
+nothing is padded; short sequences are attended in batches that fit into the cache. If sequences of
+equal length are already adjacent in the pack, no tokens are copied.
+
+With a sliding window of w tokens, a query at position i of its sequence attends to the keys j with
+0 <= i - j < w. A run of queries skips the keys before the window of its first query.
+
+*On a CPU*, one head after another. Queries, keys and values are stored by head, [heads, slots, d]:
+batched matrix products then read the short sequences of a block without a copy, and one head's
+scores fit into the cache. Long sequences go to torch's CPU kernel in runs of queries, in memory
+linear in the tokens. Rotary embeddings use the same memory layout, so no transposition is needed in
+between.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,9 +36,466 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_rl.distributed.attention_plan import AttentionPlan, Block, is_visible
-from megatron_rl.distributed.collectives import Group, gather_stacked, group_size, sum_to_owners
-from megatron_rl.distributed.cpu_attention import PackedAttention
+from megatron_rl.distributed.collectives import (
+    Group,
+    gather_stacked,
+    group_size,
+    sum_to_owners,
+    to_device,
+)
+from megatron_rl.distributed.sequence_layout import INDEX, SequenceLayout
+
+
+@lru_cache(maxsize=16)
+def _last_rows(width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return the last RUN_QUERIES rows of an additive causal mask over `width` keys.
+
+    The mask of any shorter run is its lower right corner.
+    """
+    positions = torch.arange(width, dtype=torch.int32)
+    seen = is_visible(positions[width - RUN_QUERIES :, None] - positions, window)
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
+def _causal(query: Tensor, key: Tensor, window: int | None) -> dict[str, Any]:
+    """Return the kernel's mask arguments; the last query has the last key's position."""
+    queries, keys = query.shape[2], key.shape[2]
+    window = None if window is None or window >= keys else window
+    if queries == keys and window is None:
+        return {"is_causal": True}
+    width = max(RUN_QUERIES, 1 << (keys - 1).bit_length())  # few widths, so that caching works
+    mask = _last_rows(width, window, query.dtype)
+    return {"attn_mask": mask[None, None, -queries:, -keys:]}
+
+
+def _attend_runs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend one run by torch's CPU kernel; output [s, H, q, d] and log-sum-exps [s, H, q].
+
+    The kernel has no sinks. With one, all weights are smaller by the same factor.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = kernel(query, key, value, **_causal(query, key, window), scale=scale)
+    if sinks is None:
+        return out, log_sum
+    whole = torch.logaddexp(log_sum, sinks.float()[:, None])
+    return out * (log_sum - whole).exp()[..., None].to(out.dtype), whole
+
+
+def _attend_runs_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value from the saved output and log-sum-exps.
+
+    The kernel computes weights from the log-sum-exps and their gradient from the output, so both
+    may contain a sink.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    causal = {"is_causal": False, **_causal(query, key, window)}
+    return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal, scale=scale)
+
+
+def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
+    """Write the batched product left @ right into `into`, rounded to its precision."""
+    if into.dtype == left.dtype:
+        torch.bmm(left, right, out=into)
+    else:
+        into.copy_(torch.bmm(left, right))
+
+
+def _attend_batch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    out: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+) -> list[Tensor]:
+    """Attend a batch of short sequences into `out`; return each head's weights [s, q, k].
+
+    query, out [H, s, q, d]; key, value [K, s, k, d].
+    """
+    repeats, weights = len(query) // len(key), []
+    for head, (q, into) in enumerate(zip(query, out, strict=True)):
+        k, v = key[head // repeats].float(), value[head // repeats].float()
+        scores = torch.baddbmm(mask, q.float(), k.transpose(1, 2), alpha=scale)
+        if sinks is None:
+            weights.append(scores.softmax(-1))
+        else:
+            sink = sinks[head].float().expand(*scores.shape[:2], 1)
+            weights.append(torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1])
+        _product(weights[-1], v, into=into)
+    return weights
+
+
+def _attend_batch_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: list[Tensor],
+    *,
+    into: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+) -> None:
+    """Compute the gradients of query, key and value from the saved weights p.
+
+    With dp = g v^T: ds = p (dp - sum of p dp), dq = ds k, dk = ds^T q, dv = p^T g. This also holds
+    for weights that sum to less than 1, because a sink has no value.
+    """
+    repeats, (grad_query, grad_key, grad_value) = len(query) // len(key), into
+    for head, p in enumerate(weights):
+        # The first head of a group overwrites the buffer, the others add to it.
+        group, beta = head // repeats, int(head % repeats > 0)
+        g, q, k, v = (x.float() for x in (grad[head], query[head], key[group], value[group]))
+        grad_weights = torch.bmm(g, v.transpose(1, 2))
+        grad_scores = torch._softmax_backward_data(grad_weights, p, -1, p.dtype)
+        grad_scores *= scale
+        _product(grad_scores, k, into=grad_query[head])
+        grad_key[group].baddbmm_(grad_scores.transpose(1, 2), q, beta=beta)
+        grad_value[group].baddbmm_(p.transpose(1, 2), g, beta=beta)
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, sink_weights: Tensor) -> Tensor:
+    """Return the gradient of sinks, - sum of p g o; [..., H, n, d], [..., H, n] -> [H].
+
+    Of a sink's weight p, dp is 0, so ds = p (0 - sum of p dp), and the sum is g o.
+    """
+    product = (grad.float() * out.float()).sum(-1)  # [..., H, n]
+    return -(sink_weights * product).movedim(-2, 0).flatten(1).sum(1)
+
+
+class PackedAttention(torch.autograd.Function):
+    """Attention of one pack on the CPU.
+
+    Saves the queries, keys and values in their slots (if those are large, only this rank's own keys
+    and values), the attention weights of short sequences and the outputs of long ones.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: AttentionPlan,
+        group: Group,
+        scale: float | None,
+        kept_bytes: int,
+    ) -> Tensor:
+        """[t, H, d], [t, K, d], [t, K, d], [H] -> [t, H, d]."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        own = torch.stack((key.transpose(0, 1), value.transpose(0, 1)))  # [2, K, t, d]
+        keys = _key_slots_of_heads(own, plan, group)
+        queries = _select_rows_of_heads(
+            query.transpose(0, 1).contiguous(), plan.query_rows
+        )  # [H, query slots, d]
+        out = torch.empty_like(queries)
+        kept: list[Any] = []  # by block
+        for block in plan.blocks:
+            q, o, (k, v) = _queries(queries, block), _queries(out, block), _keys(keys, block)
+            if block.mask is not None:
+                kept.append(_attend_batch(q, k, v, block.mask, out=o, scale=scale, sinks=sinks))
+            else:
+                q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+                attended, log_sum = _attend_runs(
+                    q, k, v, window=plan.window, scale=scale, sinks=sinks
+                )
+                o.copy_(attended.transpose(0, 1))
+                kept.append(log_sum)
+        out = out.transpose(0, 1).contiguous()  # [query slots, H, d]
+        ctx.plan, ctx.group, ctx.kept, ctx.scale = plan, group, kept, scale
+        ctx.gathers = group_size(group) > 1 and keys.nbytes > kept_bytes
+        ctx.save_for_backward(queries, own if ctx.gathers else keys, out, sinks)
+        return out if plan.query_slots is None else out.index_select(0, plan.query_slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
+        plan, group = ctx.plan, ctx.group
+        queries, keys, out, sinks = ctx.saved_tensors
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        if ctx.gathers:
+            keys = _key_slots_of_heads(keys, plan, group)
+        # No slot is padding here, so every slot has a gradient.
+        grads = _select_rows_of_heads(grad.transpose(0, 1).contiguous(), plan.query_rows)
+        grad_queries = torch.empty_like(queries)
+        # Several runs of queries add to one key's gradient; bfloat16 would round each addition.
+        grad_keys = torch.empty_like(keys, dtype=torch.promote_types(keys.dtype, torch.float32))
+        for index, block in enumerate(plan.blocks):
+            q, g, dq = (_queries(x, block) for x in (queries, grads, grad_queries))
+            (k, v), (dk, dv) = _keys(keys, block), _keys(grad_keys, block)
+            o, kept = _queries(out.transpose(0, 1), block), ctx.kept[index]
+            if block.mask is not None:
+                _attend_batch_backward(g, q, k, v, kept, into=(dq, dk, dv), scale=ctx.scale)
+                if grad_sinks is not None:
+                    of_sinks = torch.stack([1 - weights.sum(-1) for weights in kept], dim=1)
+                    grad_sinks += _sink_gradient(g.transpose(0, 1), o.transpose(0, 1), of_sinks)
+                continue
+            if block.rows.start == 0:  # the first run of these sequences
+                grad_keys[:, :, block.keys] = 0
+            g, q, k, v, o = (x.transpose(0, 1) for x in (g, q, k, v, o))
+            if grad_sinks is not None:
+                of_sinks = (sinks.float()[:, None] - kept).exp()
+                grad_sinks += _sink_gradient(g, o, of_sinks)
+            run_grads = _attend_runs_backward(
+                g, q, k, v, o, kept, window=plan.window, scale=ctx.scale
+            )
+            dq.copy_(run_grads[0].transpose(0, 1))
+            dk += run_grads[1].transpose(0, 1)
+            dv += run_grads[2].transpose(0, 1)
+        owned = _select_rows_of_heads(grad_keys, plan.key_slots).to(keys.dtype)  # [2, K, cp t, d]
+        parts = owned.unflatten(2, (group_size(group), -1)).movedim(2, 0)  # [cp, 2, K, t, d]
+        owned = sum_to_owners(parts, group=group)
+        grad_query = _select_rows_of_heads(grad_queries, plan.query_slots)
+        if grad_sinks is not None:
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        by_token = (x.transpose(0, 1) for x in (grad_query, *owned))
+        return *by_token, grad_sinks, None, None, None, None
+
+
+def _select_rows_of_heads(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Select rows of each head; [..., rows, d]."""
+    return x if rows is None else x.index_select(-2, rows)
+
+
+def _key_slots_of_heads(own: Tensor, plan: AttentionPlan, group: Group) -> Tensor:
+    """Gather the whole pack's keys and values into slots; [2, K, t, d] -> [2, K, key slots, d]."""
+    gathered = gather_stacked(own, group=group)  # [cp, 2, K, t, d]
+    return _select_rows_of_heads(gathered.movedim(0, 2).flatten(2, 3), plan.key_rows)
+
+
+def _queries(x: Tensor, block: Block) -> Tensor:
+    """Return a block's run of query slots as a view; [H, query slots, d] -> [H, s, q, d]."""
+    return x[:, block.queries].unflatten(1, (block.sequences, -1))[:, :, block.rows]
+
+
+def _keys(x: Tensor, block: Block) -> Tensor:
+    """Return a block's visible keys, values as views; [2, K, key slots, d] -> [2, K, s, k, d]."""
+    return x[:, :, block.keys].unflatten(2, (block.sequences, -1))[:, :, :, block.visible]
+
+
+# Minimum ratio of a segment's shortest to its longest sequence; bounds the padding.
+MIN_LENGTH_RATIO = 0.75
+# Longest sequence whose full score matrix is computed on the CPU, batched over sequences. The fused
+# CPU kernel processes one sequence at a time and is faster only for longer sequences.
+SHORT_SEQUENCE = 96
+# Maximum number of query-key pairs, per head, in a batch of short sequences.
+BATCH_PAIRS = 1 << 17
+# Queries per kernel call on the CPU. The kernel's causal mode skips masked keys in steps of 512
+# only, so it is used for whole sequences of at least LONG_SEQUENCE tokens; shorter runs use an
+# explicit mask.
+RUN_QUERIES, LONG_SEQUENCE = 192, 1024
+# Queries per fused kernel call where a sliding window hides keys. Such a call has an explicit mask.
+WINDOW_QUERIES = 1024
+
+
+@dataclass
+class Block:
+    """One kernel call: a run of queries of every sequence of one segment, and their keys."""
+
+    queries: slice  # s * q of the pack's query slots
+    keys: slice  # s * k of the pack's key slots
+    sequences: int
+    rows: slice  # consecutive query slots, of the q per sequence in the segment
+    # Key slots from the first that the first row attends to, to the last that the last row attends
+    # to, of the k per sequence. Each earlier row attends to one fewer at the end.
+    visible: slice
+    # Additive causal mask (0 or -inf) for a batch of short sequences, whose rows need not be
+    # consecutive positions; [q, k] float32.
+    mask: Tensor | None = None
+
+
+@dataclass
+class AttentionPlan:
+    """Kernel calls for one pack on one rank, and the mapping between rows and slots.
+
+    Slots are the rows of the (padded) segments, concatenated. Padding slots repeat a real row and
+    are never read back.
+    """
+
+    query_rows: Tensor | None  # [query slots] local token of each slot; None: slots equal tokens
+    query_slots: Tensor | None  # [t] slot of each local token
+    key_rows: Tensor | None  # [key slots] row of the gathered keys [cp * t]
+    key_slots: Tensor | None  # [cp * t] slot of each gathered row
+    blocks: list[Block]
+    fused: bool  # True: torch's fused attention, as on CUDA; False: the CPU kernels
+    window: int | None  # sliding window in tokens; None: unlimited
+
+
+def is_visible(distance: Tensor, window: int | None) -> Tensor:
+    """Return whether a query attends to a key, given its position minus the key's."""
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def build_attention_plan(
+    layout: SequenceLayout,
+    *,
+    window: int | None = None,
+    device: torch.device | None = None,
+    fused: bool | None = None,
+) -> AttentionPlan:
+    """Plan attention for a pack from its padded lengths and the context-parallel layout alone.
+
+    layout: should be on the host; otherwise planning waits for the device. window: tokens that a
+    query attends to, itself included; None: all up to itself. device: the device the plan is used
+    on; defaults to the layout's. fused: use torch's fused kernels; defaults to True on CUDA and
+    False on the CPU.
+    """
+    device = device or layout.device
+    fused = device.type == "cuda" if fused is None else fused
+    lengths = torch.tensor(layout.lengths)
+    builder = _PlanBuilder(layout, lengths=lengths, window=window, device=device, fused=fused)
+    if fused:
+        ratio = MIN_LENGTH_RATIO if layout.cp_size == 1 else 1.0
+        segments = _group_by_length(lengths, min_ratio=ratio)
+    else:
+        segments = [
+            batch
+            for group in _group_by_length(lengths, min_ratio=1.0)
+            for batch in group.split(_batch_size(int(lengths[group[0]])))
+        ]
+    for sequences in segments:
+        builder.add_segment(sequences)
+    return builder.finish()
+
+
+def _batch_size(length: int) -> int:
+    """Return how many sequences of one length the CPU attends at once; unlimited if long."""
+    return max(1, BATCH_PAIRS // length**2) if length <= SHORT_SEQUENCE else 1 << 30
+
+
+def _group_by_length(lengths: Tensor, *, min_ratio: float) -> list[Tensor]:
+    """Sort sequences by descending length; start a group below min_ratio of the group's longest.
+
+    Under context parallelism min_ratio must be 1: the chunks of a shorter sequence would be at
+    other positions.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    segments = []
+    while len(order):
+        count = int((lengths[order] >= min_ratio * lengths[order[0]]).sum())
+        segments.append(order[:count])
+        order = order[count:]
+    return segments
+
+
+class _PlanBuilder:
+    """Builder that collects the segments of one plan on the host."""
+
+    def __init__(
+        self,
+        layout: SequenceLayout,
+        *,
+        lengths: Tensor,
+        window: int | None,
+        device: torch.device,
+        fused: bool,
+    ) -> None:
+        self.layout, self.lengths, self.window = layout, lengths, window
+        self.device, self.fused = device, fused
+        self.starts = lengths.cumsum(0) - lengths
+        self.offsets = layout.offsets.cpu()  # [t] position in its sequence
+        self.gathered = layout.gathered_index.cpu()  # [T] row in the gathered keys
+        self.query_rows: list[Tensor] = []
+        self.key_rows: list[Tensor] = []
+        self.query_real: list[Tensor] = []
+        self.key_real: list[Tensor] = []
+        self.blocks: list[Block] = []
+        self.query_count = self.key_count = 0
+        self.masks: dict[int, Tensor] = {}  # by sequence length, which determines the mask
+
+    def add_segment(self, sequences: Tensor) -> None:
+        """Add these sequences, padded to the longest, and split their queries into runs."""
+        lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
+        cp_size = self.layout.cp_size
+        keys, queries = int(lengths.max()), int(lengths.max()) // cp_size
+        key_slot, query_slot = torch.arange(keys)[None], torch.arange(queries)[None]
+        key_real, query_real = key_slot < lengths, query_slot < lengths // cp_size
+        self.key_rows.append(self.gathered[starts + key_slot * key_real].view(-1))
+        rows = starts // cp_size + query_slot * query_real
+        self.query_rows.append(rows.view(-1))
+        self.key_real.append(key_real.view(-1))
+        self.query_real.append(query_real.view(-1))
+        longest = self.offsets[rows[int(lengths.argmax())]]  # [q] positions
+        is_whole = not self.fused and keys <= SHORT_SEQUENCE
+        cut = self.window is not None and self.window < keys
+        for run in [slice(0, queries)] if is_whole else self._runs(queries, cut=cut):
+            first, last = int(longest[run.start]), int(longest[run.stop - 1])
+            begin = max(0, first + 1 - self.window) if self.window is not None else 0
+            self.blocks.append(
+                Block(
+                    queries=slice(self.query_count, self.query_count + rows.numel()),
+                    keys=slice(self.key_count, self.key_count + key_real.numel()),
+                    sequences=len(sequences),
+                    rows=run,
+                    visible=slice(0, keys) if is_whole else slice(begin, last + 1),
+                    mask=self._mask(longest, keys) if is_whole else None,
+                )
+            )
+        self.query_count += rows.numel()
+        self.key_count += key_real.numel()
+
+    def _mask(self, positions: Tensor, keys: int) -> Tensor:
+        """Return the additive mask of keys hidden from each query's position; [q] -> [q, keys]."""
+        if keys not in self.masks:
+            seen = is_visible(positions[:, None] - torch.arange(keys), self.window)
+            mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+            self.masks[keys] = to_device(mask, self.device)
+        return self.masks[keys]
+
+    def _runs(self, queries: int, *, cut: bool) -> list[slice]:
+        """Split a rank's queries of one sequence into runs of consecutive positions.
+
+        The queries are two chunks, or the whole sequence without context parallelism. Runs on the
+        CPU are further limited to RUN_QUERIES, and fused runs to WINDOW_QUERIES where the window
+        hides keys of this sequence (`cut`).
+        """
+        chunk = queries if self.layout.cp_size == 1 else queries // 2
+        whole = not cut and (self.fused or (chunk == queries and queries >= LONG_SEQUENCE))
+        step = chunk if whole else min(chunk, WINDOW_QUERIES if self.fused else RUN_QUERIES)
+        return [
+            slice(start, min(start + step, first + chunk))
+            for first in range(0, queries, chunk)
+            for start in range(first, first + chunk, step)
+        ]
+
+    def finish(self) -> AttentionPlan:
+        """Return the plan, with its index tensors on the plan's device."""
+        query_rows, query_slots = self._maps(self.query_rows, self.query_real)
+        key_rows, key_slots = self._maps(self.key_rows, self.key_real)
+        return AttentionPlan(
+            query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused, self.window
+        )
+
+    def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Return slot -> row and its inverse on real slots; (None, None) if both are identity."""
+        row, is_real = torch.cat(rows), torch.cat(real)
+        slots = torch.empty(int(is_real.sum()), dtype=INDEX)
+        slots[row[is_real]] = torch.arange(len(row), dtype=INDEX)[is_real]
+        if len(slots) == len(row) and bool((row == torch.arange(len(row))).all()):
+            return None, None
+        return to_device(row, self.device), to_device(slots, self.device)
+
 
 # Gathered keys and values of one layer and pack are kept for the backward pass up to this size;
 # below it, gathering again costs more than the memory saved.

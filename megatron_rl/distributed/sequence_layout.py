@@ -7,7 +7,7 @@ contains, sequence by sequence, its early chunk followed by its late chunk. With
 sequence is one early chunk.
 
 Positions and lengths follow from the response mask of the whole pack, which every rank has, so they
-need no communication. Sums along the sequences do: see `sequence_statistics.py`.
+need no communication. Sums along the sequences do: see `chunk_scan.py`.
 
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences, R responses. A response is
 one sequence unless an environment has replaced its history, which begins another.

@@ -16,12 +16,17 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_rl.data.turns import Message, as_messages
+from megatron_rl.data.rendering import Message, as_messages
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.engine.engine import ConversationSettings
-from megatron_rl.engine.requests import FinishedResponses, SequenceRequest, sampling_params
-from megatron_rl.engine.response_gather import Generated
-from megatron_rl.engine.running import POLL_INTERVAL_STEPS, tensor_group
+from megatron_rl.engine.requests import (
+    POLL_INTERVAL_STEPS,
+    FinishedResponses,
+    Generated,
+    SequenceRequest,
+    sampling_params,
+    tensor_group,
+)
 from megatron_rl.engine.sampling_masks import join_masks
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.environments.call_formats import begins_in_thinking

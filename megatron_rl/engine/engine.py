@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.data.turns import TurnRenderer
+from megatron_rl.data.rendering import TurnRenderer
 from megatron_rl.environments.pool import EnvironmentPool
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightSource

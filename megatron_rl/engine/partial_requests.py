@@ -16,13 +16,13 @@ import numpy as np
 
 from megatron_rl.data.token_rows import fetch_responses
 from megatron_rl.engine.engine import GenerationStopped, RolloutWindow
-from megatron_rl.engine.requests import sampling_params
-from megatron_rl.engine.response_gather import Generated
-from megatron_rl.engine.running import (
+from megatron_rl.engine.requests import (
     CLEAN_UP_SECONDS,
     POLL_INTERVAL_STEPS,
+    Generated,
     any_rank_of_engine,
     hard_timeout,
+    sampling_params,
 )
 from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
 from megatron_rl.engine.starting import preserved_generators

@@ -1,21 +1,184 @@
-"""Requests for vLLM, one per response with its own seed: from prompts to decoded responses."""
+"""Requests for vLLM, one per response with its own seed: from prompts to decoded, shared responses.
 
-from collections.abc import Callable, Mapping, Sequence
+An engine executes its requests within a time limit. Afterwards every rank receives which responses
+there are, how long they are, which of their tokens were observed and how they ended. Their columns
+(`types.TOKEN_COLUMNS`) and texts stay on the rank that generated them and go to rank 0, which
+writes them; a response that continues one of another rank goes there instead. Only where a call
+wants them everywhere, they go to every rank. Routes go to the ranks that train them alone, since
+they are many bytes and no file contains them.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.engine.engine import OnFinished, ProgressCallback
-from megatron_rl.engine.response_gather import Generated
+from megatron_rl.data.token_rows import WRITER, Delivery, is_local, remote_row
+from megatron_rl.distributed.agreement import (
+    StragglerBarrier,
+    gather_from_ranks,
+    raise_across_ranks,
+    sum_over_ranks,
+)
+from megatron_rl.engine.engine import GenerationStopped, OnFinished, ProgressCallback
 from megatron_rl.engine.routes import EngineRoutes
 from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
+from megatron_rl.engine.starting import preserved_generators
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import Prompt, Response, SamplingSettings
+from megatron_rl.types import (
+    ROUTES,
+    TOKEN_COLUMNS,
+    FinishReason,
+    GradeResult,
+    Prompt,
+    Response,
+    SamplingSettings,
+    no_ids,
+)
+
+_FINISH_REASONS = get_args(FinishReason)
+_COLUMNS = TOKEN_COLUMNS | ROUTES
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """One response as its engine generated it."""
+
+    position: int  # among all responses of the call
+    token_ids: np.ndarray  # [K] int32
+    rollout_logprobs: np.ndarray  # [L] float32
+    finish_reason: FinishReason
+    text: str
+    owner: int = -1  # this and the following as in `types.Response`
+    observed: tuple[tuple[int, int], ...] = ()
+    restarts: tuple[int, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    grade: GradeResult | None = None
+    mask_ids: np.ndarray = field(default_factory=no_ids)
+    mask_counts: np.ndarray = field(default_factory=no_ids)
+    routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
+    version: int = -1  # of the weights, if it is one window of a response
+
+
+def _write_conversation(response: Generated) -> bytes:
+    """Encode what only a conversation has, besides its observed ranges."""
+    if not response.messages:
+        return b""
+    return json.dumps([response.messages, response.grade and vars(response.grade)]).encode()
+
+
+def _read_texts(letters: np.ndarray, size: int) -> dict[str, Any]:
+    """Decode a text of `size` bytes, and the conversation after it; nothing on another rank."""
+    data = letters.tobytes() if is_local(letters) else b""
+    fields: dict[str, Any] = {"text": data[:size].decode()}
+    if len(data) > size:
+        messages, grade = json.loads(data[size:])
+        fields |= {"messages": tuple(messages), "grade": grade and GradeResult(**grade)}
+    return fields
+
+
+def gather_seconds(own: float, *, device: torch.device) -> list[float]:
+    """Gather every rank's seconds; collective over all processes."""
+    seconds = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    seconds[dist.get_rank()] = own
+    if dist.get_world_size() > 1:
+        dist.all_reduce(seconds)
+    return seconds.tolist()
+
+
+def gather_responses(
+    own: Sequence[Generated], *, on_all_ranks: bool, owners: Mapping[int, int] | None = None
+) -> list[Generated]:
+    """Return all ranks' responses ordered by position; collective over all processes.
+
+    on_all_ranks: with their columns and texts on every rank; else on their owner and on rank 0.
+    owners: by position, the same on every rank; others belong to the rank that generated them.
+    """
+    own = sorted(own, key=lambda response: response.position)
+    if dist.get_world_size() == 1:
+        return list(own)
+    texts = [(response.text.encode(), _write_conversation(response)) for response in own]
+    heads, sources, observed = _exchange_heads(own, texts)
+    positions, reasons, versions, text_sizes, whole_sizes, *sizes = heads
+    owned = list(map((owners or {}).get, positions, sources))
+    places = {response.position: place for place, response in enumerate(own)}
+
+    def send(
+        rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str, *, to_writer: bool = True
+    ) -> list[np.ndarray]:
+        some = [{one, WRITER} if to_writer else {one} for one in owned]
+        targets = [range(dist.get_world_size())] * len(owned) if on_all_ranks else some
+        mine = [rows[places[position]].astype(dtype) if position in places else None
+                for position in positions]  # fmt: skip
+        received = Delivery(lengths, sources, targets).send(mine, dtype)
+        return [
+            row if row is not None and dist.get_rank() in ranks else remote_row(length)
+            for row, ranks, length in zip(received, targets, lengths, strict=True)
+        ]
+
+    columns: dict[str, Any] = {
+        name: send(
+            [getattr(response, name) for response in own],
+            lengths,
+            dtype,
+            to_writer=name not in ROUTES,
+        )
+        for (name, dtype), lengths in zip(_COLUMNS.items(), sizes, strict=True)
+    }
+    letters = [np.frombuffer(text + conversation, np.uint8) for text, conversation in texts]
+    letters = send(letters, whole_sizes, "uint8")
+    return [
+        Generated(
+            position=position,
+            finish_reason=_FINISH_REASONS[reasons[index]],
+            owner=-1 if on_all_ranks else owned[index],
+            version=versions[index],
+            **observed.get(position, {}),
+            **_read_texts(letters[index], text_sizes[index]),
+            **{name: rows[index] for name, rows in columns.items()},
+        )
+        for index, position in enumerate(positions)
+    ]
+
+
+def _exchange_heads(
+    own: Sequence[Generated], texts: Sequence[tuple[bytes, bytes]]
+) -> tuple[list[list[int]], list[int], dict[int, dict[str, Any]]]:
+    """Exchange the sizes of all ranks' responses.
+
+    Returns lists over all responses, ordered by position: their positions, reasons, weight
+    versions, bytes of their texts and of these with the conversations, and lengths of each column;
+    then the rank of each; then the observed ranges and restarts by position.
+    """
+    rows = [
+        (*(r.position, _FINISH_REASONS.index(r.finish_reason), r.version),
+         *(len(text), len(text + conversation)),
+         *(len(getattr(r, name)) for name in _COLUMNS))
+        for r, (text, conversation) in zip(own, texts, strict=True)
+    ]  # fmt: skip
+    numbers = np.array(rows, np.int64).reshape(-1, 5 + len(_COLUMNS))
+    ranges = {
+        r.position: {"observed": r.observed, "restarts": r.restarts} for r in own if r.observed
+    }
+    pairs = gather_from_ranks((numbers, ranges))
+    gathered = [each for each, _ in pairs]
+    observed = {position: one for _, some in pairs for position, one in some.items()}
+    ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
+    order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
+    return np.concatenate(gathered)[order].T.tolist(), ranks[order].tolist(), observed
 
 
 @dataclass(frozen=True)
@@ -201,3 +364,223 @@ class FinishedResponses:
             **join_masks([] if self.masks is None else [self.masks.of(output)]),
             routes=_NO_ROUTES if self.routes is None else self.routes.of(output),
         )
+
+
+Finished = Callable[[int, Any], None]  # position of a request, vLLM's RequestOutput
+CLEAN_UP_SECONDS = 30.0  # seconds beyond the limit for the current step and for cleaning up
+POLL_INTERVAL_STEPS = 8  # between checks of the limits on all ranks of an engine
+
+
+class FurtherRequests(Protocol):
+    """Requests that follow from finished ones; the same on every rank of an engine."""
+
+    failure: Exception | None  # of this rank
+    answered: int  # how often something arrived that was waited for
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while further requests may come although none runs."""
+        ...
+
+    def next_requests(self, *, wait: bool) -> list[SequenceRequest]:
+        """Return the requests that can start; wait: for a moment, since none runs. Collective."""
+        ...
+
+
+def run_requests(
+    core: Any,
+    requests: Sequence[SequenceRequest],
+    *,
+    time_limit: float,
+    stall_limit: float,
+    on_finished: Finished,
+    on_step: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    further: FurtherRequests | None = None,
+    lora_request: Any = None,
+) -> None:
+    """Run all requests and call `on_finished(position, vLLM's RequestOutput)` as each finishes.
+
+    core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
+    further: a source of requests that start between steps, until it waits for nothing.
+    lora_request: vLLM's LoRARequest of the adapters that all requests use; None: of none.
+    All ranks of the engine raise together, which leaves it idle: TimeoutError after `time_limit`
+    seconds or after `stall_limit` seconds without a finished request or an answer; the error of
+    `on_finished` if it raised (RuntimeError on the other ranks); GenerationStopped if `should_stop`
+    returned true on any rank. If a step does not return, because another rank of the engine hangs
+    or died, the process exits with a message: vLLM waits in a loop that cannot be interrupted.
+    """
+    limits = _Limits(time_limit, stall_limit)
+    running: dict[str, int] = {}  # positions of requests, by their names in vLLM
+    add = partial(_add, core, running, lora_request=lora_request)
+    try:
+        with preserved_generators(), limits.hard_timeout() as made_progress:
+            add(requests)
+            finished, steps, failure = 0, 0, None
+            while running or (further is not None and further.is_waiting):
+                if not running or steps % POLL_INTERVAL_STEPS == 0:
+                    failure = failure or (further.failure if further is not None else None)
+                    limits.check(failure, should_stop(), finished, finished + len(running))
+                steps += 1
+                on_step()
+                if further is not None and further.is_waiting:
+                    answered = further.answered
+                    add(further.next_requests(wait=not running))
+                    made_progress()  # the ranks of the engine took part
+                    if further.answered > answered:
+                        limits.made_progress()
+                for output in core.step() if running else ():
+                    if output.finished:
+                        finished += 1
+                        limits.made_progress()
+                        made_progress()
+                        position = running.pop(output.request_id)
+                        failure = failure or _error_of(on_finished, position, output)
+            failure = failure or (further.failure if further is not None else None)
+            if failure is not None:
+                raise failure
+    except BaseException:
+        # Requests left in the queue would come back as results of the next call.
+        core.abort_request(list(running))
+        raise
+
+
+def _add(
+    core: Any, running: dict[str, int], new: Sequence[SequenceRequest], *, lora_request: Any
+) -> None:
+    for request in new:
+        name = f"{time.monotonic_ns()}-{request.position}"
+        running[name] = request.position
+        tokens = {"prompt_token_ids": list(request.token_ids)}
+        core.add_request(name, tokens, request.params, lora_request=lora_request)
+
+
+def run_on_every_rank(
+    run: Callable[[], list[Generated]],
+    *,
+    work: StragglerBarrier,
+    on_step: Callable[[], object],
+    doing: str,
+) -> tuple[list[Generated], float]:
+    """Return the results of `run` on this rank, and its seconds; collective over all processes.
+
+    Raises an error of one rank on every rank, and GenerationStopped if any raised it.
+    """
+    own, error = list[Generated](), None
+    work.begin()
+    start = time.perf_counter()
+    try:
+        own = run()
+    except Exception as caught:  # noqa: BLE001 - other ranks must not wait, whatever it is
+        error = caught
+    seconds = time.perf_counter() - start
+    work.finish(while_waiting=on_step)
+    stopped = isinstance(error, GenerationStopped)
+    raise_across_ranks(None if stopped else error, doing=doing)
+    if sum_over_ranks(int(stopped), doing=doing):
+        raise GenerationStopped
+    return own, seconds
+
+
+class _Limits:
+    """Time limits of one call, checked by all ranks of an engine together."""
+
+    def __init__(self, total: float, stall: float) -> None:
+        self.total, self.stall = total, stall
+        self.started = self.last_progress = time.monotonic()
+
+    def made_progress(self) -> None:
+        self.last_progress = time.monotonic()
+
+    def hard_timeout(self) -> AbstractContextManager[Callable[[], None]]:
+        return hard_timeout(self.total + CLEAN_UP_SECONDS, self.stall + CLEAN_UP_SECONDS)
+
+    def check(
+        self, failure: Exception | None, should_stop: bool, finished: int, total: int
+    ) -> None:
+        """Raise if a limit is exceeded, or if any rank of the engine failed or has to stop."""
+        now = time.monotonic()
+        late, stalled, failed, stopped = any_rank_of_engine(
+            now - self.started > self.total, now - self.last_progress > self.stall,
+            failure is not None, should_stop,
+        )  # fmt: skip
+        if failed:
+            raise failure or RuntimeError("another rank of this engine failed")
+        if stopped:
+            raise GenerationStopped
+        if late or stalled:
+            limit = self.total if late else self.stall
+            count = f"{finished} of {total} responses were finished"
+            raise TimeoutError(f"{count} {_limit_message(limit, late=late)}")
+
+
+def _limit_message(limit: float, *, late: bool) -> str:
+    if late:
+        return f"after {limit:g} s; generate fewer or shorter ones, or raise the limit"
+    return (
+        f"and none in the last {limit:g} s: the engine hangs, or its responses take longer than "
+        "rollout.stall_seconds allows"
+    )
+
+
+def _error_of(on_finished: Finished, position: int, output: Any) -> Exception | None:
+    """Return what `on_finished` raised; raised later, since the other ranks continue to step."""
+    try:
+        on_finished(position, output)
+    except Exception as error:  # noqa: BLE001 - all ranks of the engine raise after one step
+        return error
+    return None
+
+
+def any_rank_of_engine(*reasons: bool) -> tuple[bool, ...]:
+    """Combine the reasons to stop of this engine's ranks: all must stop after the same step."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return reasons
+    combined = torch.tensor([int(reason) for reason in reasons])
+    dist.all_reduce(combined, dist.ReduceOp.MAX, group=group.cpu_group)
+    return tuple(bool(value) for value in combined)
+
+
+def tensor_group() -> Any:
+    """Return the group of this engine's ranks on the host; None for one rank."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    return None if group.world_size == 1 else group.cpu_group
+
+
+@contextmanager
+def hard_timeout(total: float, idle: float) -> Iterator[Callable[[], None]]:
+    """Exit this process after `total` seconds in the block, or `idle` seconds without progress.
+
+    Yields a function to call on progress. Needed for an engine step that does not return, which no
+    Python exception can interrupt.
+    """
+    since = time.monotonic()
+    is_finished = threading.Event()
+
+    def finished_one() -> None:
+        nonlocal since
+        since = time.monotonic()
+
+    def watch() -> None:
+        start = since
+        while not is_finished.wait(min(1.0, idle / 10)):
+            now = time.monotonic()
+            if now - start > total or now - since > idle:
+                sys.stderr.write(
+                    f"megatron-rl: rank {dist.get_rank()}: an engine step did not return, "
+                    f"and no response finished for {now - since:.0f} s: the engine hangs, or "
+                    "another of its ranks hangs or died\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
+
+    threading.Thread(target=watch, name="engine watch", daemon=True).start()
+    try:
+        yield finished_one
+    finally:
+        is_finished.set()

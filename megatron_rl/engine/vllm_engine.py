@@ -21,7 +21,6 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
 from megatron_rl.engine.conversations import Conversations
-from megatron_rl.engine.delta_nets import delta_arguments
 from megatron_rl.engine.engine import (
     ConversationSettings,
     EngineHooks,
@@ -42,17 +41,21 @@ from megatron_rl.engine.partial_requests import (
     to_generated,
 )
 from megatron_rl.engine.requests import (
+    CLEAN_UP_SECONDS,
     FinishedResponses,
+    Generated,
     SequenceRequest,
     check_prompts,
+    gather_responses,
+    gather_seconds,
     read_scores,
+    run_on_every_rank,
+    run_requests,
     sampling_per_prompt,
     sampling_requests,
     scoring_requests,
 )
-from megatron_rl.engine.response_gather import Generated, gather_responses, gather_seconds
 from megatron_rl.engine.routes import EngineRoutes, route_arguments
-from megatron_rl.engine.running import CLEAN_UP_SECONDS, run_on_every_rank, run_requests
 from megatron_rl.engine.sampling_masks import (
     EngineSamplingMasks,
     bound_sampling,
@@ -60,6 +63,7 @@ from megatron_rl.engine.sampling_masks import (
 )
 from megatron_rl.engine.starting import (
     check_expert_parallel,
+    delta_arguments,
     fixed_arguments,
     preserved_generators,
     sleeping_bytes,

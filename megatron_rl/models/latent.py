@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.models.rotary_scaling import RotaryScaling
+from megatron_rl.models.config_keys import RotaryScaling
 from megatron_rl.models.weights import Option, Size, Weight
 
 

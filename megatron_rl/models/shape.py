@@ -13,9 +13,14 @@ from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.config_keys import (
     TEXT_MODELS,
     UNKNOWN,
+    RotaryScaling,
+    read_rotary_base,
+    read_rotary_part,
+    read_rotary_scaling,
     reason_unsupported,
     shape_problems,
     unsupported_keys,
+    unsupported_rotary_features,
     with_defaults,
 )
 from megatron_rl.models.delta_net import DeltaShape, delta_sizes, read_delta
@@ -24,13 +29,6 @@ from megatron_rl.models.latent import (
     latent_sizes,
     read_latent,
     unsupported_latent_features,
-)
-from megatron_rl.models.rotary_scaling import (
-    RotaryScaling,
-    read_rotary_base,
-    read_rotary_part,
-    read_rotary_scaling,
-    unsupported_rotary_features,
 )
 from megatron_rl.models.safetensors_headers import EXPERTS_IN_ONE, find_files
 from megatron_rl.models.weights import (

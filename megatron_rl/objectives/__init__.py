@@ -18,14 +18,13 @@ if TYPE_CHECKING:
         PolicyObjective,
         build_objective,
     )
-    from megatron_rl.objectives.padded import policy_loss
-    from megatron_rl.objectives.pnpo import pnpo_loss
+    from megatron_rl.objectives.padded import pnpo_loss, policy_loss
     from megatron_rl.objectives.statistics import Statistics
 
 _COMPUTES = {
     "build_objective": "objective", "TokenClasses": "inputs", "TokenInputs": "inputs",
     "Objective": "objective", "OaplObjective": "objective", "ObjectiveResult": "objective",
-    "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "pnpo",
+    "PolicyObjective": "objective", "policy_loss": "padded", "pnpo_loss": "padded",
     "Statistics": "statistics",
 }  # fmt: skip
 

@@ -123,3 +123,24 @@ def _check(policy_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     ):
         raise ValueError("response_mask has values other than 0 and 1")
     return response_mask.bool()
+
+
+def pnpo_loss(
+    policy_logprobs: Tensor,  # [B, T] log pi_theta(y_t | x, y_<t)
+    behavior_logprobs: Tensor,  # [B, T] log pi_beta(y_t | x, y_<t)
+    advantages: Tensor,  # [B] A_i
+    mask: Tensor,  # [B, T] bool, True where y_t is a decision
+    *,
+    low: float = 7e-4,  # epsilon_-
+    high: float = 9.5e-4,  # epsilon_+
+) -> Tensor:
+    """Compute -1/B sum_i 1/L_i sum_t sg[M_t w_t A_i] log pi_theta(y_t | x, y_<t); []."""
+    log_ratio = torch.where(mask, policy_logprobs - behavior_logprobs, 0)
+    t = mask.cumsum(dim=1).clamp(min=1)  # position of each decision
+    L = mask.sum(dim=1, keepdim=True)  # noqa: N806 - the paper's name
+    w = torch.exp(log_ratio.cumsum(dim=1) / t)  # w_t = (rho_1 ... rho_t)^(1/t)
+    h = torch.sqrt(L / t)
+    M = (1 - low * h <= w) & (w <= 1 + high * h)  # noqa: N806
+    coefficient = (M * w * advantages[:, None]).detach()
+    score = torch.where(mask, coefficient * policy_logprobs, 0)
+    return -(score / L).sum(dim=1).mean()

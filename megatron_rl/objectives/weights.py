@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.chunk_scan import Scan, Scanned, scan_together
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan, Scanned, scan_together
 from megatron_rl.objectives.inputs import TokenInputs
 from megatron_rl.objectives.spec import ObjectiveSpec, PrefixBudget, TvFilter, Weight
 

@@ -6,12 +6,11 @@ set's name with its commit. A resumed run uses the commits that it started with.
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from megatron_rl.config import Config, load_config, parse_config, set_dotted
 from megatron_rl.config.loading import MODELS
-from megatron_rl.config.paths import HUB_NAME
+from megatron_rl.config.sections import HUB_NAME
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
 
 
@@ -48,14 +47,6 @@ def resolve_hub_names(
     pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
     overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
     return parse_config(values), overrides, problems
-
-
-def resolve_model(name: str, *, echo: Callable[[str], object]) -> str:
-    """Return the folder of a hub model; other names, and unavailable ones, are unchanged."""
-    if not Path(name).exists() and HUB_NAME.fullmatch(name):
-        with suppress(ValueError):
-            return _resolve_model(name, "", echo)
-    return name
 
 
 def find_cached_config(name: str) -> Path | None:

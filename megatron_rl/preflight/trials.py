@@ -15,8 +15,8 @@ from typing import Any
 import megatron_rl
 from megatron_rl.config import Config
 from megatron_rl.config.sections import MATH_ANSWER, RewardSection
+from megatron_rl.data.rendering import TurnRenderer, as_messages
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.environments.interface import (
     BrokenEnvironmentError,
     EnvironmentFailure,

@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_rl.engine.engine import RolloutEngine, RolloutWindow
 from megatron_rl.rollouts.batch_metrics import generation_metrics
-from megatron_rl.rollouts.behavior import BehaviorLogprobs
-from megatron_rl.rollouts.engine_check import check_engine_of_run
+from megatron_rl.rollouts.behavior import BehaviorLogprobs, check_engine_of_run
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.prompt_sets import PromptSets

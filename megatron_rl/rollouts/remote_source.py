@@ -20,10 +20,13 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.engine.engine import RolloutEngine
 from megatron_rl.engine.remote import RemoteEngine, share_rollouts
 from megatron_rl.rollouts.batch_metrics import generation_metrics
-from megatron_rl.rollouts.behavior import BehaviorLogprobs, ModelLogprobs, WindowLogprobs
-from megatron_rl.rollouts.dynamic_sampling import Filled
-from megatron_rl.rollouts.engine_check import check_engine_of_run
-from megatron_rl.rollouts.engine_source import pack_filled
+from megatron_rl.rollouts.behavior import (
+    BehaviorLogprobs,
+    ModelLogprobs,
+    WindowLogprobs,
+    check_engine_of_run,
+)
+from megatron_rl.rollouts.engine_source import Filled, pack_filled
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RolloutSource, RunContext

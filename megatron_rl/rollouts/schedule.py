@@ -1,8 +1,9 @@
-"""Schedule of generation and training: a pure function of (seed, step).
+"""Policy lag: the schedule of generation and training, the buffer of groups, and their staleness.
 
-Time is counted in steps, each of which trains one rollout batch. Step s starts with the weights
-after s - 1 steps. A slot is a position in the order of prompts. Slots, prompts and seeds do not
-depend on the lag, which only moves the step of generation:
+The schedule is a pure function of (seed, step). Time is counted in steps, each of which trains one
+rollout batch. Step s starts with the weights after s - 1 steps. A slot is a position in the order
+of prompts. Slots, prompts and seeds do not depend on the lag, which only moves the step of
+generation:
 
     step                       1        2        3        4
     lag 0   generated          1        2        3        4
@@ -16,14 +17,17 @@ grows from 0 during the first `lag` steps.
 
 import importlib
 import random
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import PromptGroup, PromptSlot
+from megatron_rl.types import PromptGroup, PromptSlot, Response
 
 
 class LagPolicy(Protocol):
@@ -222,3 +226,157 @@ def _build_policy(config: Config) -> LagPolicy:
     if missing:
         raise UserError(f"lag.policy={name} has no {missing[0]}; write most, lag and ready")
     return policy
+
+
+def token_versions(response: Response) -> np.ndarray:
+    """Weight version that generated each token; [L] int64."""
+    starts, versions = zip(*response.versions, strict=True)
+    return np.repeat(versions, np.diff([*starts, response.length]))
+
+
+def _mean_version(groups: Sequence[PromptGroup]) -> float | None:
+    """Mean over all tokens of the weight version that generated each; None: another run."""
+    responses = [rollout.response for group in groups for rollout in group.rollouts]
+    if min(version for one in responses for _, version in one.versions) < 0:
+        return None
+    total = sum(int(token_versions(response).sum()) for response in responses)
+    return total / sum(response.length for response in responses)
+
+
+@dataclass(frozen=True)
+class LagClock:
+    """The moment before a step's first update."""
+
+    step: int
+    updates: int  # optimizer updates so far
+
+    @classmethod
+    def at(cls, step: int, *, updates: int) -> "LagClock":
+        """Start of training in step `step`, after `updates` updates."""
+        return cls(step, updates)
+
+    def metrics(
+        self, groups: Sequence[PromptGroup], held: Iterable[PromptGroup]
+    ) -> dict[str, float]:
+        """Lag of the trained groups, their replay counts, and the waiting groups.
+
+        held: all groups in the buffer at the start of the step, including the trained ones.
+        """
+        steps = [self.step - group.generated_at_step for group in groups]
+        updates = [self.updates - group.updates for group in groups]
+        trained = {group.slot for group in groups}
+        waiting = [group for group in held if not group.times_trained and group.slot not in trained]
+        metrics = {
+            "lag/steps_mean": statistics.fmean(steps),
+            "lag/steps_max": max(steps),
+            "lag/updates_mean": statistics.fmean(updates),
+            "lag/updates_max": max(updates),
+            "lag/waiting_groups": len(waiting),
+            "replay/fraction": statistics.fmean(group.times_trained > 0 for group in groups),
+            "replay/max_uses": max(group.times_trained for group in groups),
+        }
+        version = _mean_version(groups)
+        if version is not None:
+            metrics["lag/versions_mean"] = self.step - 1 - version
+        if waiting:
+            lengths = [one.response.length for group in waiting for one in group.rollouts]
+            metrics["lag/waiting_length_mean"] = statistics.fmean(lengths)
+        for lag in sorted(set(steps)):
+            metrics[f"lag/fraction_of_{lag}"] = steps.count(lag) / len(steps)
+        return metrics
+
+    def record(self, groups: Sequence[PromptGroup]) -> dict[str, Any]:
+        """The step's line of schedule.jsonl; lists have one entry per group, in trained order."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "slot": [list(group.slot) for group in groups],
+            "lag": [self.step - group.generated_at_step for group in groups],
+            "lag_updates": [self.updates - group.updates for group in groups],
+            "replays": [group.times_trained for group in groups],
+            "uses": [group.num_updates for group in groups],
+            "longest": [group.longest for group in groups],
+        }
+
+
+@dataclass
+class GroupBuffer:
+    """Groups of a run that may still be trained; the same on every rank.
+
+    `select` does not change the buffer; `evict` does at the end of the step. A checkpoint inside a
+    step therefore leads to the same selection again.
+    """
+
+    schedule: Schedule
+    groups: dict[PromptSlot, PromptGroup] = field(default_factory=dict)
+    # Partially generated groups, whose generated_at_step is 0.
+    unfinished: dict[PromptSlot, PromptGroup] = field(default_factory=dict)
+
+    def missing(self, step: int, *, arrived: Collection[PromptSlot] = ()) -> list[list[PromptSlot]]:
+        """Slots to generate now, grouped by their step.
+
+        arrived: slots whose groups are not inserted yet.
+        """
+        filled = self.groups.keys() | set(arrived)
+        lacking = [slot for slot in self.schedule.due(step) if slot not in filled]
+        steps = sorted({slot.step for slot in lacking})
+        return [[slot for slot in lacking if slot.step == one] for one in steps]
+
+    def next_empty_slots(
+        self, step: int, *, arrived: Collection[PromptSlot] = ()
+    ) -> list[PromptSlot]:
+        """Slots of the first later step that are empty and not due yet; last first."""
+        used = {*self.schedule.due(step), *self.groups, *arrived}
+        for later in range(step + 1, self.schedule.steps + 1):
+            free = [slot for slot in self.schedule.slots(later) if slot not in used]
+            if free:
+                return free[::-1]  # the prompts of the step's other slots are used in their order
+        return []
+
+    def selects_without(self, step: int, coming: Iterable[PromptSlot], *, longest: int) -> bool:
+        """True if `select` does not depend on groups that are being generated, see `Schedule`."""
+        return self.schedule.selects_without(step, self.groups, coming, longest=longest)
+
+    def insert(self, groups: Iterable[PromptGroup]) -> None:
+        """Insert groups; they stay while they may be trained or replayed."""
+        for group in groups:
+            assert group.slot not in self.groups, f"slot {group.slot} is filled already"
+            self.groups[group.slot] = group
+
+    def contents(self) -> list[PromptGroup]:
+        """All groups, for a checkpoint."""
+        return [*self.groups.values(), *self.unfinished.values()]
+
+    def restore(self, groups: Iterable[PromptGroup]) -> None:
+        """Replace the contents by the groups of a checkpoint."""
+        everything = {group.slot: group for group in groups}
+        self.groups = {slot: one for slot, one in everything.items() if one.generated_at_step}
+        self.unfinished = {
+            slot: one for slot, one in everything.items() if not one.generated_at_step
+        }
+
+    def select(self, step: int) -> list[PromptGroup]:
+        """Groups that step `step` trains, in order."""
+        return [self.groups[slot] for slot in self.schedule.select(step, self.groups)]
+
+    def evict(self, step: int, made: Sequence[int] = (0,)) -> None:
+        """Count uses of the groups that `step` trained; drop those that no step trains again.
+
+        made: number of updates of each minibatch.
+        """
+        trained = self.schedule.select(step, self.groups)
+        for place, slot in enumerate(trained):
+            group = self.groups[slot]
+            self.groups[slot] = replace(
+                group,
+                times_trained=group.times_trained + 1,
+                num_updates=group.num_updates + made[place * len(made) // len(trained)],
+                first_trained_at_step=group.first_trained_at_step or step,
+            )
+        self.groups = {
+            slot: group
+            for slot, group in self.groups.items()
+            if not group.times_trained
+            or slot.step > step  # else the slot would be filled again
+            or self.schedule.is_kept(group.first_trained_at_step, after=step)
+        }

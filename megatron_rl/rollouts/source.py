@@ -7,8 +7,8 @@ from typing import Protocol
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.objectives import PolicyObjective
-from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, build_rollout_batch
+from megatron_rl.rollouts.schedule import GroupBuffer
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
 from megatron_rl.types import PromptGroup, SamplingSettings

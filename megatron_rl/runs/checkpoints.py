@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import flush_to_disk
-from megatron_rl.runtime.checkpoint_format import check_format, stamp
+from megatron_rl.runtime.versions import check_format, stamp
 
 NAME = re.compile(r"step_(\d{6})$")
 MANIFEST = "trainer.json"

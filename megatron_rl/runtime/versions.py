@@ -4,12 +4,17 @@ Imports only the standard library, because it runs before anything is installed:
 
     python -m megatron_rl.runtime.versions cuda 3.12      shell assignments
     python -m megatron_rl.runtime.versions                the table of docs/gpu-check.md
+
+Checkpoint folders name their format and the release that wrote them.
 """
 
 import importlib.metadata
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from megatron_rl import __version__
 from megatron_rl.errors import UserError
 
 
@@ -147,3 +152,25 @@ if __name__ == "__main__":
             print(as_shell(release_set(*sys.argv[1:3])))
         except ValueError as error:
             sys.exit(f"ERROR: {error}")
+
+
+# Raised when earlier releases could not read a folder; 0: folders that name none; 2: keys of the
+# optimizer without the number of the one that Megatron-core chains for experts.
+FORMAT = 2
+
+
+def stamp(**releases: str) -> dict[str, Any]:
+    """Return the format and the release of this package; `releases` are of other packages."""
+    return {"format": FORMAT, "megatron_rl": __version__, **releases}
+
+
+def check_format(folder: object, state: Mapping[str, Any]) -> None:
+    """Raise UserError if a later release wrote a folder in a format that this one cannot read."""
+    written = state.get("format", 0)
+    if not isinstance(written, int) or written > FORMAT:
+        writer = state.get("megatron_rl", "of an unknown version")
+        raise UserError(
+            f"{folder} has checkpoint format {written}, written by megatron_rl {writer}, and "
+            f"megatron_rl {__version__} reads formats up to {FORMAT}; use that release or a later "
+            "one"
+        )

@@ -2,7 +2,7 @@
 
     python -m megatron_rl.runtime.watchdog --ranks 0,1 --board FD --stacks FD,FD --folder STALLS
 
-Started by the first rank of a node (`megatron_rl.trainer.watchdog`); exits after the ranks. If a
+Started by the first rank of a node (`megatron_rl.trainer.startup`); exits after the ranks. If a
 rank makes no progress for longer than its phase allows, the watchdog writes the stacks of all ranks
 to one file in STALLS, then kills the ranks and all their children. The launcher of the ranks finds
 that file and reports that the run can be resumed from its last checkpoint.

@@ -44,7 +44,6 @@ from megatron_rl.rollouts.behavior import (
     ModelLogprobs,
     WindowLogprobs,
 )
-from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
@@ -52,7 +51,7 @@ from megatron_rl.rollouts.offline import NoEngine, OfflineRollouts, OfflineSourc
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
-from megatron_rl.rollouts.schedule import build_schedule
+from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
@@ -73,14 +72,16 @@ from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.skipped_updates import SkippedUpdates
 from megatron_rl.trainer.startup import (
+    GRACE,
     choose_verifier,
     fix_date,
+    longest_silence,
     open_conversations,
     open_elsewhere,
+    watch,
 )
-from megatron_rl.trainer.watchdog import GRACE, longest_silence, watch
+from megatron_rl.trainer.step_progress import SkippedUpdates
 from megatron_rl.types import Prompt
 
 

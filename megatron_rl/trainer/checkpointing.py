@@ -1,12 +1,20 @@
-"""Saving checkpoints, resuming from them, and those that are kept regardless of age."""
+"""Saving checkpoints, resuming from them, and those that are kept regardless of age.
 
-from collections.abc import Callable, Mapping, Sequence
+*Recorded routes.* The updates of a step compare or replay the experts that the behavior pass
+recorded, and a run that resumes after an update no longer has the weights to record them again.
+Every rank writes its share to a file of its own: the experts of its layers for its tokens, each
+token named by its rollout, its sequence in the rollout and its position. A run with another layout
+takes its share from all files.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
@@ -17,7 +25,7 @@ from megatron_rl.distributed.agreement import (
     sum_over_ranks,
     sync_errors_across_ranks,
 )
-from megatron_rl.rollouts.buffer import GroupBuffer
+from megatron_rl.rollouts.schedule import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import evaluation_scores, read_metrics
@@ -25,10 +33,87 @@ from megatron_rl.runs.group_file import read_groups, read_metadata, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
-from megatron_rl.trainer.route_files import read_routes, write_routes
-from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.step_progress import StepProgress
-from megatron_rl.types import PromptGroup
+from megatron_rl.trainer.step_progress import SkippedUpdates, StepProgress
+from megatron_rl.types import PromptGroup, TokenBatch
+
+NAME = "routes_{:05d}.pt"  # by rank
+_POSITION_BITS = 24  # of the 32 of a token in its rollout; the others number its sequences
+
+
+def write_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
+    """Write this rank's share; nothing if no routes were recorded."""
+    parts = [
+        {"tokens": _tokens(pack, actor), "routes": pack.routes.cpu()}
+        for pack in packs
+        if pack.routes is not None
+    ]
+    if parts:
+        content = {"layers": _layers(actor), "parts": parts}
+        torch.save(content, folder / NAME.format(actor.topology.rank))
+
+
+def read_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
+    """Give packs the routes that a checkpoint contains, if it contains any.
+
+    Padding that the run before did not have is assigned to the first experts. Raises ValueError if
+    the files lack a token.
+    """
+    known = list(_read(folder))
+    if not known:
+        return
+    layers = _layers(actor)
+    for pack in packs:
+        tokens = _tokens(pack, actor)
+        k = known[0][2].shape[2]
+        routes = torch.arange(k).repeat(len(layers), len(tokens), 1).to(known[0][2].dtype)
+        missing = torch.ones(len(layers), len(tokens), dtype=torch.bool)
+        for their_layers, their_tokens, theirs in known:
+            order = their_tokens.argsort()
+            ordered = their_tokens[order]
+            places = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
+            own = (ordered[places] == tokens).nonzero().squeeze(1)
+            for row, layer in enumerate(layers):
+                if layer in their_layers:
+                    source = theirs[their_layers.index(layer)]
+                    routes[row, own] = source[order[places[own]]]
+                    missing[row, own] = False
+        is_used = actor.routing.own_part(actor.packs.prepare(pack).host.is_used)
+        if (lost := missing[:, is_used]).any():
+            raise ValueError(f"routes of {int(lost.sum())} tokens are missing in {folder}")
+        pack.routes = routes.to(actor.topology.device)
+
+
+def _read(folder: Path) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield layers, tokens and routes of each pack of each rank."""
+    for file in sorted(folder.glob(NAME.replace("{:05d}", "*"))):
+        content: dict[str, Any] = torch.load(file, weights_only=True)
+        for part in content["parts"]:
+            yield content["layers"], part["tokens"], part["routes"]
+
+
+def _layers(actor: MegatronActor) -> list[int]:
+    return [layer.number for layer in actor.routing.layers]
+
+
+def _tokens(pack: TokenBatch, actor: MegatronActor) -> Tensor:
+    """Name each token whose routes this rank has; [t] int64."""
+    layout = actor.packs.prepare(pack).host
+    return actor.routing.own_part(layout.shard(token_keys(pack)))
+
+
+def token_keys(pack: TokenBatch) -> Tensor:
+    """Name each token by its rollout, sequence in the rollout and position; [T] int64."""
+    joined = pack.joined or (1,) * len(pack.rollout_indices)
+    sequences = [
+        (index << 32) + (number << _POSITION_BITS)
+        for index, count in zip(pack.rollout_indices, joined, strict=True)
+        for number in range(count)
+    ]
+    assert max(joined) <= 1 << 32 - _POSITION_BITS
+    assert max(pack.sequence_lengths) <= 1 << _POSITION_BITS
+    names = torch.tensor(sequences).repeat_interleave(torch.tensor(pack.sequence_lengths))
+    return names + pack.position_ids
+
 
 BUFFER_FILE = "buffer.parquet"  # in a checkpoint: groups that may still be trained
 STEP_STATE_FILE = "step_state.pt"  # in a checkpoint inside a step: the results of its updates

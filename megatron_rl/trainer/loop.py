@@ -12,18 +12,17 @@ from dataclasses import dataclass, field
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
 from megatron_rl.rollouts.batch_metrics import batch_metrics
-from megatron_rl.rollouts.clock import LagClock
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.schedule import LagClock
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.learning_check import measure_routing
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.routing_check import measure_routing
 from megatron_rl.trainer.self_tests import SelfTests
-from megatron_rl.trainer.skipped_updates import SkippedUpdates
-from megatron_rl.trainer.step_progress import EarlyStopping, StepProgress
+from megatron_rl.trainer.step_progress import EarlyStopping, SkippedUpdates, StepProgress
 
 
 @dataclass

@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
-from megatron_rl.rollouts.logprob_history import choose_sampled
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, choose_sampled
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import PHASES, append_row, read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row

@@ -44,9 +44,8 @@ from megatron_rl.config import (
     set_dotted,
     with_absolute_paths,
 )
-from megatron_rl.config.paths import PathText
-from megatron_rl.config.sections import Count, Name
-from megatron_rl.config.yaml_text import find_file
+from megatron_rl.config.loading import find_file
+from megatron_rl.config.sections import Count, Name, PathText
 from megatron_rl.runs.files import ROLLOUT_COST
 from research.study.contrast_plan import ContrastPlan, ContrastSection, plan_contrasts
 from research.tasks.settings import TaskSettings

@@ -17,8 +17,7 @@ matplotlib.rcParams |= {"svg.hashsalt": "policy lag", "svg.fonttype": "none"}
 import matplotlib.pyplot as plt  # noqa: E402
 
 from megatron_rl.config import parse_config  # noqa: E402
-from megatron_rl.rollouts.buffer import GroupBuffer  # noqa: E402
-from megatron_rl.rollouts.schedule import build_schedule  # noqa: E402
+from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule  # noqa: E402
 from megatron_rl.types import PromptGroup, PromptSlot  # noqa: E402
 
 STEPS, GROUPS = 7, 4

@@ -10,7 +10,7 @@
 
 The code is extracted from the page unchanged. A tiny model is updated with plain SGD on the CPU,
 from whole minibatches, from accumulated parts and, in verl, on two processes. The weights must be
-the same; in verl they must also match PNPO's equation (`megatron_rl/objectives/pnpo.py`, in
+the same; in verl they must also match PNPO's equation (`megatron_rl/objectives/padded.py`, in
 float64) on the same tokens. Exits with 1 if an update differs by more than 1e-4 of its norm.
 
 verl's trainer is a Ray process that sends commands to its workers. This script sends the same
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.objectives import build_objective
-from megatron_rl.objectives.pnpo import pnpo_loss
+from megatron_rl.objectives.padded import pnpo_loss
 
 TOLERANCE = 1e-4  # float32 gradients are summed in a different order
 VERL_UPDATES = 2  # the first has a ratio of 1, the second a gate

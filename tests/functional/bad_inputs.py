@@ -713,7 +713,7 @@ ENVIRONMENTS = [
          "raise it"), ("rollout.responses_per_prompt=1",)),
     Case("the objective of sft alone", ("objective.name=sft trains every answer alike",
          "choose another"), ("objective.name=sft",)),
-    Case("an environment of files", ("environment needs an engine, but offline.rollouts", "unset"),
+    Case("an environment of files", ("environment needs responses that an engine",),
          (AGENT, "offline.rollouts=runs"), agent("return Answer()")),
 ]  # fmt: skip
 

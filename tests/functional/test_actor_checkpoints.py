@@ -55,13 +55,13 @@ def megatrons_own_way():
     In format 1, whose keys depend on an optimizer of its own for the experts.
     """
     from megatron_rl.actor import checkpoint
-    from megatron_rl.runtime import checkpoint_format
+    from megatron_rl.runtime import versions
 
     own = functools.partial(checkpoint._sharded_state, written_format=1)
     with (
         mock.patch.object(checkpoint, "sliced_optimizers", contextlib.nullcontext),
         mock.patch.object(checkpoint, "_sharded_state", own),
-        mock.patch.object(checkpoint_format, "FORMAT", 1),
+        mock.patch.object(versions, "FORMAT", 1),
     ):
         yield
 

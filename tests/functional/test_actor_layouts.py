@@ -170,7 +170,7 @@ def _train(name, actor, folder, checkpoint):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout
     from megatron_rl.objectives import build_objective
-    from megatron_rl.rollouts.logprob_history import gather_traces, mark_traced
+    from megatron_rl.rollouts.rollout_batch import gather_traces, mark_traced
 
     objective = build_objective(name, **WIDE)
     minibatches = plan(actor, *make_rollouts(), minibatches=2)

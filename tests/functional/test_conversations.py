@@ -51,9 +51,8 @@ class Engine:
         from megatron_rl.actor.groups import initialise
         from megatron_rl.actor.weights import HfReader
         from megatron_rl.config.sections import RolloutSection
-        from megatron_rl.data.rendering import tokenize_messages
+        from megatron_rl.data.rendering import TurnRenderer, tokenize_messages
         from megatron_rl.data.tokenizer import load_tokenizer
-        from megatron_rl.data.turns import TurnRenderer
         from megatron_rl.engine.vllm_engine import VllmEngine
         from megatron_rl.models.shape import tensor_shapes
 

@@ -9,8 +9,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_rl.apps.report.build import build_timeline
 from megatron_rl.apps.report.runs import find_runs
-from megatron_rl.apps.report.timeline import build_timeline
 from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runtime.interruption import INTERRUPTED
 from tests.functional.faults import runs

@@ -236,7 +236,7 @@ def test_layouts_equal_one_process(tmp_path, model):
 
 def store(rank, world_size, root):
     """Merge in bfloat16, export the checkpoint, and load what does not belong together."""
-    from megatron_rl.actor.checkpoint_export import export_checkpoint
+    from megatron_rl.actor.export import export_checkpoint
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.objectives import build_objective
 

@@ -290,7 +290,7 @@ def _break_syncs(rank, world_size, folder):
     engine.sync_weights(actor, version=3)
     _compare_logprobs(actor, engine, 3)
     # Two swapped matrices of equal shape pass every other check.
-    from megatron_rl.rollouts.engine_check import check_engine
+    from megatron_rl.rollouts.behavior import check_engine
 
     assert (
         check_engine(actor, engine, PROMPTS, temperature=1.0, seed=1, tokens_per_micro_batch=256)
@@ -345,7 +345,7 @@ def test_sync_of_invalid_weights_raises_and_engine_recovers(tmp_path):
 
 def _generate_with_late_ranks(rank, world_size, folder):
     """Run one engine of two ranks: first one rank times out, then one of them never joins."""
-    from megatron_rl.engine import running
+    from megatron_rl.engine import requests
 
     actor = _actor(folder, (1, 1, 1, 2))
     engine = _engine(folder, 2, actor.topology)
@@ -357,7 +357,7 @@ def _generate_with_late_ranks(rank, world_size, folder):
     _compare_logprobs(actor, engine, 0)
     output = Path(folder) / "stderr"
     if rank == 0:
-        running.CLEAN_UP_SECONDS = 1.0
+        requests.CLEAN_UP_SECONDS = 1.0
         os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
         _limit(engine, seconds=1.0)
         engine.generate(PROMPTS, samples=1, sampling=SAMPLING)

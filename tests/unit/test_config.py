@@ -91,7 +91,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (
             MINIMAL,
             ["rollout.top_k=9", "offline.rollouts=x"],
-            "rollout.top_k=9: no effect with offline.rollouts, whose files have the tokens",
+            "rollout.top_k needs responses that an engine generates, but offline.rollouts gives",
         ),
         (
             MINIMAL,
@@ -152,7 +152,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (
             MINIMAL,
             ["parallel.engine_ranks=2", "offline.rollouts=a"],
-            "parallel.engine_ranks needs an engine, but offline.rollouts starts none; unset one",
+            "parallel.engine_ranks needs responses that an engine generates, but offline.rollouts",
         ),
         (MINIMAL, ["replay.capacity=2"], "no effect with replay.fresh=1"),
         (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "rounds to no groups or to all of them"),
@@ -210,7 +210,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (
             MINIMAL,
             ["data.epochs=2", "offline.rollouts=a"],
-            "data.epochs=2 counts passes over prompts, but offline.rollouts reads none; set",
+            "data.epochs=2: no effect with offline.rollouts, which reads no prompts; unset one",
         ),
         (
             MINIMAL,

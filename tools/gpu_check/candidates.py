@@ -109,7 +109,7 @@ def check_heads(row):
 
 def check_swiglu(row):
     """Time forward and backward of the activation in use and of a compiled one."""
-    from megatron_rl.actor.elementwise import swiglu
+    from megatron_rl.actor.layers import swiglu
 
     def plain(x):
         gate, up = x.chunk(2, dim=-1)

@@ -57,7 +57,7 @@ def run_engine(folder):
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.config.sections import RolloutSection
     from megatron_rl.engine.vllm_engine import VllmEngine
-    from megatron_rl.rollouts.engine_check import check_engine as compare
+    from megatron_rl.rollouts.behavior import check_engine as compare
     from megatron_rl.types import SamplingSettings
 
     topology = one_process()

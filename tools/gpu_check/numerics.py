@@ -80,8 +80,7 @@ def attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
 
 def attend(lengths, inputs):
     """Attend within sequences by the kernels in use on CUDA; [T, H, d]."""
-    from megatron_rl.distributed.attention_plan import build_attention_plan
-    from megatron_rl.distributed.context_attention import context_attention
+    from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
     from megatron_rl.distributed.sequence_layout import SequenceLayout
 
     mask = torch.ones(sum(lengths), dtype=torch.bool, device=DEVICE)
@@ -136,7 +135,7 @@ def check_delta_rule(row):
 
     Also of each chunk's map M, of which context parallelism multiplies 2 cp - 1 in a row.
     """
-    from megatron_rl.actor.delta_kernel import find_kernel, kernel_rule
+    from megatron_rl.actor.gated_delta_net import find_kernel, kernel_rule
     from megatron_rl.distributed.gated_delta import torch_rule
     from megatron_rl.distributed.sequence_layout import SequenceLayout
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.config import ConfigError, Section, explain, read_mapping
-from megatron_rl.config.paths import PathText
-from megatron_rl.config.sections import Count
+from megatron_rl.config.sections import Count, PathText
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)\Z")

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
-from megatron_rl.models.rotary_scaling import RotaryScaling
+from megatron_rl.models.config_keys import RotaryScaling
 from megatron_rl.models.shape import ExpertShape, ModelShape, build_shape, read_model_shape
 from megatron_rl.models.weights import LocalLayers
 from megatron_rl.preflight.hub_names import find_cached_config

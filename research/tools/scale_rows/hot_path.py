@@ -16,8 +16,8 @@ from megatron_rl.actor.rotary import PackRotation, build_rotation
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank
 from megatron_rl.apps.planning.models import write_config_json
 from megatron_rl.config import parse_config
+from megatron_rl.distributed.chunk_scan import prefix_sum
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import prefix_sum
 from megatron_rl.models.shape import ModelShape
 from research.tools.scale_rows import Row
 from tools.benchmarks.large_models import qwen25_72b

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.actor import dry_run_kernels
-from megatron_rl.distributed.attention_plan import is_visible
+from megatron_rl.distributed.context_attention import is_visible
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 9, 12, 13])

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.actor import elementwise
-from megatron_rl.actor.elementwise import rms_norm, swiglu
+from megatron_rl.actor import layers
+from megatron_rl.actor.layers import rms_norm, swiglu
 
 
 def _draw(*size):
@@ -44,7 +44,7 @@ def test_swiglu(monkeypatch):
         return F.silu(gate) * up
 
     # 300 rows: whole blocks of 128 and a rest. The gradient takes the place of the product with 1.
-    monkeypatch.setattr(elementwise, "SWIGLU_ELEMENTS", 1280)
+    monkeypatch.setattr(layers, "SWIGLU_ELEMENTS", 1280)
     _compare(lambda x: swiglu(x * 1), plain, _draw(300, 1, 10))
 
 

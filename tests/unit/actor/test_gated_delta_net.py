@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.actor import delta_kernel, dry_run_kernels
+from megatron_rl.actor import dry_run_kernels, gated_delta_net
 from megatron_rl.distributed.gated_delta import gated_delta
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.ranks import run_ranks
@@ -177,7 +177,7 @@ def compute(rank):
                 from transformers.models.qwen3_next import modeling_qwen3_next
 
                 kernel = by_sequence(chunk_rule(modeling_qwen3_next))
-                layer.rule = delta_kernel.kernel_rule(kernel)
+                layer.rule = gated_delta_net.kernel_rule(kernel)
             layer.zero_grad()
             local = shard(hidden).requires_grad_()
             out, bias = layer(local, packed_seq_params=PackContext(layout=layout, host=layout))
@@ -217,7 +217,7 @@ def test_rule_is_that_of_megatron():
     kernel = by_sequence(chunk_rule(common))
     found = [
         gated_delta(q, k, v, g, beta, layout, rule=rule)
-        for rule in (None, delta_kernel.kernel_rule(kernel))
+        for rule in (None, gated_delta_net.kernel_rule(kernel))
     ]
     torch.testing.assert_close(found[0], found[1], atol=1e-13, rtol=0)
 
@@ -225,7 +225,7 @@ def test_rule_is_that_of_megatron():
 def test_missing_kernel_is_warned_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     with pytest.warns(UserWarning, match="several times slower: .*`pip install flash-linear-att"):
-        assert delta_kernel.choose_rule(on_cuda=True) is delta_kernel.torch_rule
+        assert gated_delta_net.choose_rule(on_cuda=True) is gated_delta_net.torch_rule
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_kernel_that_refuses_gradients_is_not_used(monkeypatch, capability, trit
     monkeypatch.setattr(importlib.metadata, "version", lambda name: triton)
     if refused:
         with pytest.raises(ImportError, match=r"Hopper with Triton 3.6.0: `pip install tilelang`"):
-            delta_kernel.find_kernel()
+            gated_delta_net.find_kernel()
     else:
-        assert delta_kernel.find_kernel() is chunk_rule
+        assert gated_delta_net.find_kernel() is chunk_rule
 
 
 def test_kernel_of_the_dry_run_has_the_shapes_of_the_rule():
@@ -253,7 +253,7 @@ def test_kernel_of_the_dry_run_has_the_shapes_of_the_rule():
     q, k, v, g, beta, *_ = inputs(torch.float32)
     layout = SequenceLayout(LENGTHS, torch.ones(sum(LENGTHS)).bool())
     v.requires_grad_()
-    out = gated_delta(q, k, v, g, beta, layout, rule=delta_kernel.kernel_rule(kernel))
+    out = gated_delta(q, k, v, g, beta, layout, rule=gated_delta_net.kernel_rule(kernel))
     assert out.shape == v.shape
     out.sum().backward()
     # 246 tokens, 3 heads of keys of 8 and values of 12, blocks of 64.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-from megatron_rl.actor import token_permutation
+from megatron_rl.actor import layers
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN = 37, 8, 3, 5
 
@@ -33,22 +33,22 @@ def _there_and_back(module, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_rows_sums_and_gradients_are_megatrons_on_a_cpu(dtype):
-    got, want = _there_and_back(token_permutation, dtype), _there_and_back(moe_utils, dtype)
+    got, want = _there_and_back(layers, dtype), _there_and_back(moe_utils, dtype)
     assert all(torch.equal(mine, plain) for mine, plain in zip(got, want, strict=True))
 
 
 def test_sums_in_bfloat16_are_rounded_once():
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     token_of_row = torch.zeros(3, dtype=torch.long)
-    assert token_permutation.unpermute(rows, token_of_row, torch.Size((1, 1))).item() == 258
+    assert layers.unpermute(rows, token_of_row, torch.Size((1, 1))).item() == 258
 
 
 def test_rank_without_tokens():
     nothing = torch.zeros(0, HIDDEN, requires_grad=True)
-    rows, _, token_of_row, *_ = token_permutation.permute(
+    rows, _, token_of_row, *_ = layers.permute(
         nothing, torch.zeros(0, EXPERTS, dtype=torch.bool), num_out_tokens=0
     )
-    out = token_permutation.unpermute(rows, token_of_row, nothing.shape)
+    out = layers.unpermute(rows, token_of_row, nothing.shape)
     out.sum().backward()
     assert out.shape == nothing.grad.shape == (0, HIDDEN)
 
@@ -56,5 +56,5 @@ def test_rank_without_tokens():
 def test_dispatchers_of_a_model_use_them():
     import megatron_rl.actor.model  # noqa: F401
 
-    assert token_dispatcher.permute is token_permutation.permute
-    assert token_dispatcher.unpermute is token_permutation.unpermute
+    assert token_dispatcher.permute is layers.permute
+    assert token_dispatcher.unpermute is layers.unpermute

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.data.turns import TurnRenderer, as_messages
+from megatron_rl.data.rendering import TurnRenderer, as_messages
 from megatron_rl.errors import UserError
 from tests.character_tokenizer import build_tokenizer
 
@@ -100,10 +100,10 @@ def test_template_without_roles_and_raw_prompt():
 
 
 def test_text_equal_to_marker_changes_nothing():
-    from megatron_rl.data import turns
+    from megatron_rl.data import rendering
 
     one = renderer(CHAT)
-    prompt = ({"role": "user", "content": turns._MARK},)
+    prompt = ({"role": "user", "content": rendering._MARK},)
     assert one.tokenizer.decode(one.render(prompt, as_messages("7"))) == "<|end|>u=7<|end|>a="
 
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.distributed import attention_plan, cpu_attention
 from megatron_rl.distributed import context_attention as module
-from megatron_rl.distributed.attention_plan import BATCH_PAIRS, RUN_QUERIES, build_attention_plan
-from megatron_rl.distributed.context_attention import context_attention
+from megatron_rl.distributed.context_attention import (
+    BATCH_PAIRS,
+    RUN_QUERIES,
+    build_attention_plan,
+    context_attention,
+)
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.ranks import run_ranks
 
@@ -171,7 +174,7 @@ def _window_cases():
 
 
 def _windows_on_ranks(rank, world_size):
-    attention_plan.WINDOW_QUERIES = WINDOW_RUN
+    module.WINDOW_QUERIES = WINDOW_RUN
     return [
         _attend_on_rank(rank, world_size, lengths, fused, window=window, sinks=sinks)
         for lengths, window, fused, sinks in _window_cases()
@@ -190,7 +193,7 @@ def test_plan_skips_keys_before_the_window(monkeypatch):
     layout = SequenceLayout((300,), torch.ones(300, dtype=torch.bool))
     blocks = build_attention_plan(layout, window=100).blocks
     assert [b.visible for b in blocks] == [slice(0, 192), slice(93, 300)]
-    monkeypatch.setattr(attention_plan, "WINDOW_QUERIES", WINDOW_RUN)
+    monkeypatch.setattr(module, "WINDOW_QUERIES", WINDOW_RUN)
     blocks = build_attention_plan(layout, window=100, fused=True).blocks
     blocks = build_attention_plan(layout, window=100, fused=True).blocks
     visible = [(b.visible.start, b.visible.stop) for b in blocks]
@@ -273,7 +276,7 @@ class _Sizes(TorchDispatchMode):
 def test_memory_is_linear_in_tokens(tokens, cp_size):
     """The largest tensor is a mask of RUN_QUERIES rows whose width is a power of two; the full
     score matrix would be 10 times larger."""
-    cpu_attention._last_rows.cache_clear()
+    module._last_rows.cache_clear()
     layout = SequenceLayout((tokens,), torch.ones(tokens, dtype=torch.bool), cp_size=cp_size)
     plan = build_attention_plan(layout)
     query, key, value, grad = (x.requires_grad_() for x in _inputs((tokens,)))
@@ -281,6 +284,6 @@ def test_memory_is_linear_in_tokens(tokens, cp_size):
         for block in plan.blocks:  # one rank's part, without the collectives
             q, g = (module._rows(x[: layout.local_tokens], block) for x in (query, grad))
             k, v = (x[block.visible].transpose(0, 1)[None] for x in (key, value))
-            out, log_sum = cpu_attention._attend_runs(q, k, v)
-            cpu_attention._attend_runs_backward(g, q, k, v, out, log_sum)
+            out, log_sum = module._attend_runs(q, k, v)
+            module._attend_runs_backward(g, q, k, v, out, log_sum)
     assert sizes.largest <= RUN_QUERIES * 2 * tokens

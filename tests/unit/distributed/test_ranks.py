@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import collectives
+from megatron_rl.distributed.chunk_scan import Scan, prefix_sum, scan_together
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan, prefix_sum, scan_together
 from tests.unit.distributed.four_ranks import all_results
 
 CP_SIZES = (1, 2, 4)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatron_rl.distributed.chunk_scan import Scan, scan_together
 from megatron_rl.distributed.sequence_layout import SequenceLayout
-from megatron_rl.distributed.sequence_statistics import Scan, scan_together
 
 
 def test_positions_count_valid_decisions():

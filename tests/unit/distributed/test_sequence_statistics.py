@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_rl.distributed.sequence_layout import PADDING, SequenceLayout
-from megatron_rl.distributed.sequence_statistics import (
+from megatron_rl.distributed.chunk_scan import (
     Scan,
     prefix_sum,
     scan_together,
     sequence_sum,
 )
+from megatron_rl.distributed.sequence_layout import PADDING, SequenceLayout
 
 
 def all_decisions(*lengths):

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.partial_requests import assign_requests, merge_outputs
-from megatron_rl.engine.response_gather import Generated
+from megatron_rl.engine.requests import Generated
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data import token_rows
-from megatron_rl.engine.response_gather import Generated, gather_responses
+from megatron_rl.engine.requests import Generated, gather_responses
 from megatron_rl.types import TOKEN_COLUMNS, GradeResult, RemoteRow
 from tests.ranks import run_ranks
 

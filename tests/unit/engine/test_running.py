@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.engine import running
+from megatron_rl.engine import requests as engine_requests
 from megatron_rl.engine.engine import GenerationStopped
 from megatron_rl.engine.requests import SequenceRequest
 
@@ -40,36 +40,38 @@ def test_run_requests_error_of_one_rank_stops_all_at_next_poll(monkeypatch, own,
         if own and position == 2:
             raise ValueError("cannot be graded")
 
-    monkeypatch.setattr(running, "any_rank_of_engine", poll)
+    monkeypatch.setattr(engine_requests, "any_rank_of_engine", poll)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        running.run_requests(
+        engine_requests.run_requests(
             core, requests, time_limit=60.0, stall_limit=60.0, on_finished=on_finished
         )
     assert polls == [False, own]
-    assert len(core.aborted) == 20 - running.POLL_INTERVAL_STEPS
+    assert len(core.aborted) == 20 - engine_requests.POLL_INTERVAL_STEPS
 
 
 def test_run_requests_stops_at_next_poll_when_requested(monkeypatch):
-    monkeypatch.setattr(running, "any_rank_of_engine", lambda *reasons: reasons)
+    monkeypatch.setattr(engine_requests, "any_rank_of_engine", lambda *reasons: reasons)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     finished = []
     with pytest.raises(GenerationStopped):
-        running.run_requests(
+        engine_requests.run_requests(
             core, requests, time_limit=60.0, stall_limit=60.0,
             on_finished=lambda position, _: finished.append(position),
             should_stop=lambda: len(finished) > 0,
         )  # fmt: skip
-    assert finished == list(range(running.POLL_INTERVAL_STEPS))
-    assert len(core.aborted) == 20 - running.POLL_INTERVAL_STEPS
+    assert finished == list(range(engine_requests.POLL_INTERVAL_STEPS))
+    assert len(core.aborted) == 20 - engine_requests.POLL_INTERVAL_STEPS
 
 
 def test_run_requests_without_finished_response_raises_and_aborts(monkeypatch):
-    monkeypatch.setattr(running, "any_rank_of_engine", lambda *reasons: reasons)
+    monkeypatch.setattr(engine_requests, "any_rank_of_engine", lambda *reasons: reasons)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     core.step = list
     with pytest.raises(
         TimeoutError, match=r"0 of 20 responses .* none in the last 0 s: the engine"
     ):
-        running.run_requests(core, requests, time_limit=60.0, stall_limit=0.0, on_finished=print)
+        engine_requests.run_requests(
+            core, requests, time_limit=60.0, stall_limit=0.0, on_finished=print
+        )
     assert len(core.aborted) == 20

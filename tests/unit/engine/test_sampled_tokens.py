@@ -7,7 +7,7 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.turns import TurnRenderer
+from megatron_rl.data.rendering import TurnRenderer
 from megatron_rl.engine import conversations
 from megatron_rl.engine.conversations import Conversations
 from megatron_rl.engine.engine import ConversationSettings

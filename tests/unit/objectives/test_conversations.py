@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.data import packing
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches, scatter_to_packs
-from megatron_rl.distributed import sequence_statistics
+from megatron_rl.distributed import chunk_scan
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
@@ -295,10 +295,10 @@ MISTAKES = {
         "values[pack.response_mask.roll(1)] =",
     ),
     "sums of a split conversation start again": (
-        sequence_statistics._join, "apart.carry + others", "apart.carry"
+        chunk_scan._join, "apart.carry + others", "apart.carry"
     ),
     "totals of a split conversation are of its sequences": (
-        sequence_statistics._join, "running[:, -1][joined.rows]", "apart.total"
+        chunk_scan._join, "running[:, -1][joined.rows]", "apart.total"
     ),
     "t and L of a split conversation start again": (
         SequenceLayout._counts, "self._response_lengths", "self._host_lengths"

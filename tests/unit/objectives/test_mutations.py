@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.advantages import group_relative_advantages
-from megatron_rl.distributed import chunk_scan, sequence_statistics
+from megatron_rl.distributed import chunk_scan
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import (
     TokenInputs,
@@ -67,7 +67,7 @@ MUTATIONS = {
         "torch.ones_like(self.full_mask).cumsum",
     ),
     "values off the mask enter the sums": (
-        sequence_statistics.scan_together,
+        chunk_scan.scan_together,
         "torch.where(layout.mask, s.x, IDENTITY[s.combine])",
         "s.x + layout.mask.logical_not()",
     ),
@@ -249,17 +249,17 @@ MUTATIONS = {
         "own * layout.mask",
     ),
     "the prefix minimum includes the token itself": (
-        sequence_statistics._Scans.forward,
+        chunk_scan._Scans.forward,
         "torch.where(layout.chunk_columns == 0, torch.inf, shifted)",
         "chunk.running",
     ),
     "sequences are not scanned apart": (
-        sequence_statistics._scan_chunks,
+        chunk_scan._scan_chunks,
         "rows.tables(flat)",
         "[flat[None]]",
     ),
     "the backward scan runs forward": (
-        sequence_statistics._sum_backward,
+        chunk_scan._sum_backward,
         'running, "sum", reverse=True',
         'running, "sum", reverse=False',
     ),
@@ -366,7 +366,7 @@ CP_MUTATIONS = {
         "torch.stack((late, early), dim=1)",
     ),
     "no carry between chunks": (
-        sequence_statistics._Scans.forward,
+        chunk_scan._Scans.forward,
         "before = carry.reshape(-1)",
         "before = 0 * carry.reshape(-1)",
     ),
@@ -376,7 +376,7 @@ CP_MUTATIONS = {
         "by_rank[:, 1]",
     ),
     "the carry includes the chunk itself": (
-        sequence_statistics._carry_in,
+        chunk_scan._carry_in,
         "(running[early], running[late])",
         "(running[early + 1], running[late + 1])",
     ),
@@ -386,7 +386,7 @@ CP_MUTATIONS = {
         "running[self.local_index + 1] - before[ids], length[ids] // self.cp_size",
     ),
     "the backward does not sum over ranks": (
-        sequence_statistics._sum_backward,
+        chunk_scan._sum_backward,
         "layout.spread(carried[-1].total)",
         "layout.spread(total)",
     ),

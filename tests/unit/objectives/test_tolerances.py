@@ -6,8 +6,7 @@ from statistics import NormalDist
 import pytest
 
 from megatron_rl.objectives import choose_objective
-from megatron_rl.objectives.named import OBJECTIVE_NAMES
-from megatron_rl.objectives.tolerances import suggest_tolerances
+from megatron_rl.objectives.named import OBJECTIVE_NAMES, suggest_tolerances
 
 
 def test_suggestion_keeps_about_three_quarters():

@@ -16,7 +16,7 @@ from megatron_rl.apps.planning.models import (
 from megatron_rl.config import ConfigError, dump_config, load_config, parse_config
 from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.rows import parse_row, read_rows
-from megatron_rl.preflight.hub_names import resolve_hub_names, resolve_model
+from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.preflight.settings import check_settings
 
 OLD, NEW = "a" * 40, "b" * 40
@@ -136,5 +136,3 @@ def test_other_commands_use_cached_models(cache):
     config = with_built_in_model(build_config(model={"path": "me/tiny@v2"}), cache)
     assert config.model.path == str(folder)
     assert find_shape("me/tiny@v2").num_layers == 24
-    assert resolve_model("me/tiny@v2", echo=print) == str(folder)
-    assert resolve_model("me/unknown", echo=print) == "me/unknown"

@@ -40,7 +40,11 @@ def test_context_replaces_sum_of_prompt_and_response():
             r"environment\.time_limit_seconds=60: one answer may take longer than rollout\.stall",
         ),
         ({}, {"lag": {"partial_rollouts": 8}}, r"environment cannot be combined with lag\.par"),
-        ({}, {"offline": {"rollouts": "r"}}, r"environment needs an engine, but offline"),
+        (
+            {},
+            {"offline": {"rollouts": "r"}},
+            r"environment needs responses that an engine",
+        ),
         ({"turns": 3}, {}, r"environment\.turns"),
         (
             {"max_rewrites": 8},

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.rollouts.dynamic_sampling import Answers, DynamicSampling
+from megatron_rl.rollouts.engine_source import Answers, DynamicSampling
 from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups
 from megatron_rl.runtime.seeds import derive_seed

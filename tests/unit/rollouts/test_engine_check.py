@@ -9,7 +9,7 @@ import torch
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.resharding.layouts import EngineLayout
-from megatron_rl.rollouts.engine_check import PROMPTS_PER_ENGINE, check_engine
+from megatron_rl.rollouts.behavior import PROMPTS_PER_ENGINE, check_engine
 from megatron_rl.types import Prompt, Response
 
 PROMPTS = [Prompt(i, (), (5, 6), "1", "toy") for i in range(3)]

@@ -13,7 +13,7 @@ from megatron_rl.environments.interface import FAILURE_REASONS
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
 from megatron_rl.rollouts.batch_metrics import batch_metrics
-from megatron_rl.rollouts.dynamic_sampling import is_informative
+from megatron_rl.rollouts.engine_source import is_informative
 from megatron_rl.rollouts.groups import (
     advantages_without,
     build_groups,

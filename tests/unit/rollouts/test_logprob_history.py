@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.config import parse_config
-from megatron_rl.rollouts.logprob_history import choose_sampled, choose_traced
+from megatron_rl.rollouts.rollout_batch import choose_sampled, choose_traced
 from megatron_rl.runs.rollouts import count_thinned
 from tests.unit.trainer.scripted import run_loop
 from tests.unit.trainer.test_learning_check import make_batch, make_config

@@ -13,10 +13,10 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts import offline
 from megatron_rl.rollouts.batch_metrics import batch_metrics
-from megatron_rl.rollouts.clock import LagClock
 from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.rollouts.rollout_files import read_rows
+from megatron_rl.rollouts.schedule import LagClock
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.ranks import run_ranks

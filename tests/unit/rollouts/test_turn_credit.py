@@ -12,7 +12,7 @@ import torch
 from megatron_rl import advantages
 from megatron_rl.config import parse_config
 from megatron_rl.rollouts import groups as building
-from megatron_rl.rollouts.dynamic_sampling import is_informative
+from megatron_rl.rollouts.engine_source import is_informative
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, ConversationTree

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_rl.commands.doctor import print_run
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.examination import examine_run
+from megatron_rl.runs.directory import RunDirectory, examine_run
 
 
 @pytest.fixture

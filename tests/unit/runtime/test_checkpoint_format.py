@@ -9,7 +9,7 @@ from megatron_rl.actor.checkpoint_contents import COMPLETE, STATE, read_state
 from megatron_rl.errors import UserError
 from megatron_rl.runs.checkpoints import MANIFEST
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.checkpoint_format import FORMAT, check_format, stamp
+from megatron_rl.runtime.versions import FORMAT, check_format, stamp
 from tests.unit.runs.test_directory import build_config, write_checkpoint
 
 

@@ -18,11 +18,10 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.rollouts.behavior import EngineLogprobs, ModelLogprobs
-from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
-from megatron_rl.rollouts.schedule import build_schedule
+from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
@@ -33,7 +32,7 @@ from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
-from megatron_rl.trainer.skipped_updates import SkippedUpdates
+from megatron_rl.trainer.step_progress import SkippedUpdates
 from megatron_rl.types import GradeResult, Prompt, Response
 
 PROMPTS = [Prompt(i, ({"role": "user", "content": "?"},), (5, 6), "1", "toy") for i in range(8)]

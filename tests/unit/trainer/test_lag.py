@@ -13,9 +13,8 @@ import torch
 
 from megatron_rl.advantages import batch_baseline_advantages
 from megatron_rl.engine.requests import sampling_per_prompt
-from megatron_rl.rollouts.buffer import GroupBuffer
 from megatron_rl.rollouts.engine_source import EngineSource
-from megatron_rl.rollouts.schedule import Schedule
+from megatron_rl.rollouts.schedule import GroupBuffer, Schedule
 from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups, write_groups

@@ -7,9 +7,8 @@ import pytest
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.rendering import tokenize_messages
+from megatron_rl.data.rendering import TurnRenderer, as_messages, tokenize_messages
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.data.turns import TurnRenderer, as_messages
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item
 from megatron_rl.runs.directory import RunDirectory

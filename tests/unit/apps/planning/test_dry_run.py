@@ -73,7 +73,7 @@ def run_real_rank(rank, world_size, folder):
 
     from megatron_rl.apps.planning.dry_run import measure
     from megatron_rl.apps.planning.fake_device import Meter
-    from megatron_rl.distributed.cpu_attention import _last_rows
+    from megatron_rl.distributed.context_attention import _last_rows
     from megatron_rl.trainer.actor_settings import make_groups
 
     results = {}
@@ -103,7 +103,7 @@ def real(folder):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_matches_real_rank(folder, real, name):
-    from megatron_rl.distributed.cpu_attention import _last_rows
+    from megatron_rl.distributed.context_attention import _last_rows
 
     for rank in (0, RANKS - 1):  # of the first and of the last stage
         _last_rows.cache_clear()

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from megatron_rl.apps.report.timeline import build_timeline
+from megatron_rl.apps.report.build import build_timeline
 from megatron_rl.runs.files import PHASES
 
 ROLLOUT, TRAIN, SYNC = (PHASES.index(name) for name in ("rollout", "train", "sync"))
