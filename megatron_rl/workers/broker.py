@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.workers.template import adopt_orphans, ignore_job_signals
+from megatron_rl.workers.template import FORK_SECONDS, adopt_orphans, ignore_job_signals
 
 LONGEST_LINE = 1 << 30  # bytes of a message
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
@@ -100,7 +100,7 @@ class Unit:
         self.sampled, self.is_ready_to_run = 0.0, False
         self.threads: dict[int, tuple[int, int]] = {}  # by `read_threads`, when it was sampled
         self.broker_seconds = 0.0  # the same of this process
-        self._number = 0
+        self.calls = 0  # so far; the number of the last one is in its reply
         self._reply: asyncio.Future[Message] | None = None
         asyncio.get_running_loop().add_reader(handle, self._end)
 
@@ -118,7 +118,7 @@ class Unit:
 
         limit: seconds of its own work (`Clock`), from now on.
         """
-        self._number += 1
+        self.calls += 1
         self.limit, self.own_seconds, self.used_seconds = limit, 0.0, 0.0
         self.sampled, self.broker_seconds = time.monotonic(), seconds_of_broker()
         self.output.was_full = False
@@ -126,7 +126,7 @@ class Unit:
         if self.ended.is_set():
             self._reply.set_exception(DiedError())
         else:
-            self._sink.write(json.dumps(request | {"number": self._number}).encode() + b"\n")
+            self._sink.write(json.dumps(request | {"number": self.calls}).encode() + b"\n")
         try:
             return await self._reply
         except DiedError:
@@ -161,10 +161,13 @@ class Unit:
         asyncio.get_running_loop().call_later(0.01, self._fail, DiedError())
 
     async def _read(self) -> None:
-        while line := await self._source.readline():
-            with contextlib.suppress(ValueError):  # its code may write to any file descriptor
+        line = b"\n"
+        while line:
+            # Its code may write anything to any file descriptor.
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+                line = await self._source.readline()
                 reply = json.loads(line)
-                if reply["number"] == self._number and self._reply and not self._reply.done():
+                if reply["number"] == self.calls and self._reply and not self._reply.done():
                     self._reply.set_result(reply)
 
 
@@ -228,7 +231,7 @@ class Broker:
                 if "renew" in message:
                     self._renew()
                 else:
-                    self.on_message(message)
+                    self._on_message(message)
             await self.close()
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it
@@ -244,6 +247,12 @@ class Broker:
             self._flush()
             self._sink.close()
             await self._sink.wait_closed()
+
+    def _on_message(self, message: Message) -> None:
+        try:
+            self.on_message(message)
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._report(error)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in the background; an error of this module's own ends the process."""
@@ -284,7 +293,10 @@ class Broker:
             socket.send_fds(self._control, [b"f"], [theirs.fileno(), output.inlet])
             theirs.close()
             os.close(output.inlet)
-            pid = await self._forked
+            try:
+                pid = await asyncio.wait_for(self._forked, 2 * FORK_SECONDS)
+            except TimeoutError:
+                raise TimeoutError(f"no process was forked in {2 * FORK_SECONDS:.0f} s") from None
             unit = Unit(pid, self._fds.pop(0), output)
             self._units.add(unit)
         await unit.connect(ours)
@@ -298,8 +310,11 @@ class Broker:
 
     def _finish(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.emit({"fatal": f"failed in its manager: {task.exception()!r}"})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        self.emit({"fatal": f"failed in its manager: {type(error).__name__}: {error}"})
 
     def _abandon(self, source: asyncio.StreamReader, handle: int) -> None:
         """End without waiting for anything: the trainer has ended."""

@@ -160,8 +160,6 @@ class Workers:
         """Process a message that is no result."""
         if "printed" in message:
             self.note(message["printed"])
-        elif "trace" in message:
-            self._echo(message["trace"])
         elif "fatal" in message:
             self._failure = self._failure or f"{self.name} {message['fatal']}"
         elif "ready" in message:
