@@ -128,8 +128,9 @@ class Worker:
     def _failure(self, error: BaseException) -> Message:
         kind = "lost" if isinstance(error, InfrastructureError) else "failed"
         kind = "rewritten" if isinstance(error, RewrittenHistoryError) else kind
-        limit = f"environment.memory_gib={self._settings['memory_gib']}"
-        text, trace = describe_error(error, limit=limit)
+        text, trace = describe_error(
+            error, setting="environment.memory_gib", memory_gib=self._settings["memory_gib"]
+        )
         if isinstance(error, UserError):
             text = str(error)
         elif place := _place(error):

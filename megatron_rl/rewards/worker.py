@@ -78,8 +78,10 @@ class Call:
                 return [read_grade(one, name=self.name) for one in self._as_list(value, items)]
             return [self._grade_one(item) for item in items]
         except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer decides
-            limit = f"reward.memory_gib={self._memory_gib}"
-            return {"error": describe_error(error, limit=limit)[1]}
+            _, trace = describe_error(
+                error, setting="reward.memory_gib", memory_gib=self._memory_gib
+            )
+            return {"error": trace}
 
     def _check_signature(self, names: list[str]) -> None:
         """Raise SignatureError if a call would fail or pass arguments in the wrong order."""

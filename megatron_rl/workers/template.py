@@ -207,20 +207,22 @@ class Template:
             limit_memory(self._loaded + int(self._memory_gib * 2**30))
 
 
-def describe_error(error: BaseException, *, limit: str) -> tuple[str, str]:
-    """Return an error's type and text in one line, and its traceback, both cleaned and shortened.
+def describe_error(
+    error: BaseException, *, setting: str, memory_gib: float | None
+) -> tuple[str, str]:
+    """Return an error's text in one line, and its traceback, both cleaned and shortened.
 
-    limit: the setting of the limit of memory and its value. That limit no longer applies, since a
-    description needs memory, too: the process is to end soon.
+    setting: the name of that of `memory_gib`. The limit no longer applies, since a description
+    needs memory, too: the process is to end soon.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     whole = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
     trace = "".join(part[:_LONGEST_PART] for part in whole.format())[-_LONGEST_TRACE:]
     text = " ".join(str(whole)[:_LONGEST_PART].split())
     text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
-    if isinstance(error, MemoryError) and soft != hard:
-        hint = f"its process may use {limit} GiB of memory; raise it, or null for no limit"
+    if isinstance(error, MemoryError) and memory_gib is not None:
+        hint = f"its process may use {setting}={memory_gib:g} GiB; raise it, or null for no limit"
         text, trace = f"{text}; {hint}", f"{trace}{hint}"
     return clean(text), clean(trace)
 

@@ -123,7 +123,7 @@ def test_trouble_of_one_is_its_own(tmp_path):
         assert "SystemExit: in a task" in found["exits_in_a_task"].text
         assert "CancelledError" in found["cancels"].text
         for name in ("fills_memory", "keeps_memory_full"):
-            assert "environment.memory_gib=1.0 GiB of memory; raise it" in found[name].text
+            assert "environment.memory_gib=1 GiB; raise it" in found[name].text
         assert "NamelessError: <exception str() failed> (" in found["raises_without_text"].text
         assert len(found["raises_100_mb"].text) < 700
         assert "the reward a value of type int; ret" in found["returns_10_gb_number"].text
