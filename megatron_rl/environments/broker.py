@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import socket
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,8 +102,8 @@ class EnvironmentBroker(Broker):
 
     _journal: Journal | None = None
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, link: socket.socket, settings: Message) -> None:
+        super().__init__(link, settings)
         self._conversations: dict[int, Conversation] = {}
         self._ending: set[asyncio.Task[None]] = set()
 

@@ -26,9 +26,7 @@ from megatron_rl.environments.interface import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.texts import clean
-from megatron_rl.workers.template import describe_error, ending_forks
-
-LONGEST_REQUEST = 1 << 30  # bytes of a line
+from megatron_rl.workers.template import LONGEST_LINE, describe_error, ending_forks
 
 Message = dict[str, Any]
 
@@ -63,7 +61,7 @@ class Worker:
             own.sendall(b"\n" + json.dumps(reply).encode() + b"\n")
 
     async def _serve_all(self, channel: socket.socket) -> None:
-        source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_REQUEST)
+        source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_LINE)
         task: asyncio.Task[None] | None = None
         while line := await source.readline():
             request = self._request = json.loads(line)

@@ -5,8 +5,9 @@ calls. To it, by key: an "answer" (of `worker.Call.grade`), {"is_late": true} or
 """
 
 import asyncio
+import socket
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_rl.workers.broker import Broker, DiedError, Message, OverTimeError, Unit
 
@@ -25,8 +26,8 @@ class Task(NamedTuple):
 class VerifierBroker(Broker):
     """Up to `workers` processes, or `batch_size` for each of them if the verifier is async."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, link: socket.socket, settings: Message) -> None:
+        super().__init__(link, settings)
         self._waiting: deque[Task] = deque()
         self._idle: list[Unit] = []
         self._calls: set[asyncio.Task[None]] = set()

@@ -6,7 +6,6 @@ trainer ends. A package derives a class that receives the trainer's messages. It
 {"ready": description}, {"fatal": text}, {"printed": line}, {"alive": number of calls}.
 """
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -22,9 +21,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.workers.template import FORK_SECONDS, adopt_orphans, ignore_job_signals
+from megatron_rl.workers.template import (
+    FORK_SECONDS,
+    LONGEST_LINE,
+    adopt_orphans,
+    ignore_job_signals,
+)
 
-LONGEST_LINE = 1 << 30  # bytes of a message
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
 EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
@@ -174,9 +177,9 @@ class Unit:
 class Broker:
     """Derive a class with `take` and start it by `main`."""
 
-    def __init__(self, link: socket.socket, trainer: int, settings: Message, files: int) -> None:
+    def __init__(self, link: socket.socket, settings: Message) -> None:
         self.settings, self.description = settings, Message()
-        self._link, self._trainer, self._files = link, trainer, files
+        self._link = link
         self._units: set[Unit] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forking = asyncio.Lock()
@@ -195,18 +198,14 @@ class Broker:
     @classmethod
     def main(cls) -> None:
         """Run until the trainer closes the link or ends."""
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--link", type=int, required=True)
-        parser.add_argument("--trainer", type=int, required=True)
-        arguments = parser.parse_args()
+        settings = json.loads(sys.argv[1])
         ignore_job_signals()
         adopt_orphans()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        settings["files"], hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two for each process
-        settings = json.loads(sys.stdin.readline())
-        link = socket.socket(fileno=arguments.link)
+        link = socket.socket(fileno=settings["link"])
         link.set_inheritable(False)
-        asyncio.run(cls(link, arguments.trainer, settings, soft).run())
+        asyncio.run(cls(link, settings).run())
         os._exit(0)
 
     async def run(self) -> None:
@@ -215,7 +214,7 @@ class Broker:
         source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
         self._start_template()
         try:
-            handle = os.pidfd_open(self._trainer)
+            handle = os.pidfd_open(self.settings["trainer"])
             loop.add_reader(handle, self._abandon, source, handle)
         except ProcessLookupError:  # it has ended: the link ends, too
             pass
@@ -326,12 +325,9 @@ class Broker:
         self._control, theirs = socket.socketpair()
         self._output = Output(self.settings["longest_line"], self._print)
         inlet = self._output.inlet
+        settings = self.settings | {"control": theirs.fileno(), "parent": os.getpid()}
         self._template = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron_rl.workers.template"),
-                *("--control", str(theirs.fileno()), "--files", str(self._files)),
-                *("--parent", str(os.getpid()), "--settings", json.dumps(self.settings)),
-            ],
+            [sys.executable, "-m", "megatron_rl.workers.template", json.dumps(settings)],
             stdin=subprocess.DEVNULL, stdout=inlet, stderr=inlet, pass_fds=[theirs.fileno()],
         )  # fmt: skip
         theirs.close()

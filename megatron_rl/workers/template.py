@@ -9,7 +9,6 @@ Lines of JSON, to the broker: {"ready": description} or {"error": text}, then {"
 pidfd for each byte that it sends together with a socket, and {"ended": 7, "status": -9}.
 """
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -34,6 +33,7 @@ from megatron_rl.texts import clean
 
 _MOST_FRAMES, _LONGEST_TEXT = 30, 300  # of an error that is described
 _LONGEST_PART, _LONGEST_TRACE = 2000, 20_000
+LONGEST_LINE = 1 << 30  # bytes of a message
 FORK_SECONDS = 60.0  # in which the system must have room for another process
 
 Load = Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[socket.socket], None]]]
@@ -77,23 +77,17 @@ def hide_other_processes() -> None:
 
 
 def main() -> None:
-    """Load what the arguments name, then fork until the broker closes the socket."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--control", type=int, required=True)
-    parser.add_argument("--files", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
-    arguments = parser.parse_args()
-    end_with_parent(arguments.parent)
+    """Load what the settings name, then fork until the broker closes the socket."""
+    settings = json.loads(sys.argv[1])
+    end_with_parent(settings["parent"])
     ignore_job_signals()
     hide_other_processes()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.files, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (settings["files"], hard))
     if isinstance(sys.stdout, io.TextIOWrapper):  # it is the log, which units share
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    control = socket.socket(fileno=arguments.control)
+    control = socket.socket(fileno=settings["control"])
     control.set_inheritable(False)
-    settings = arguments.settings
     try:
         module, _, name = settings["load"].partition(":")
         load: Load = getattr(importlib.import_module(module), name)

@@ -115,7 +115,8 @@ def test_trouble_of_one_is_its_own(tmp_path):
         late = ("blocks", "hangs", "spins", "hangs_in_threads", "stops", "blocks_later",
                 "leaves_everything_and_blocks")  # fmt: skip
         fine = ("prints_50_mb", "leaves_everything", "hang_in_close", "writes_to_its_socket",
-                "forks_and_returns", "forks_and_exits", "changes_its_process")  # fmt: skip
+                "forks_and_returns", "forks_and_exits", "changes_its_process",
+                "starts_programs")  # fmt: skip
         for trouble, kind in kinds.items():
             wanted = "timed_out" if trouble in late else "answered" if trouble in fine else "failed"
             assert kind == wanted, found[trouble]
@@ -317,6 +318,25 @@ def test_kernel_without_list_of_children_is_refused():
     assert output.stdout == (
         f"{HERE}:Trouble needs /proc/PID/task/TID/children (CONFIG_PROC_CHILDREN)\n"
     )
+
+
+FEW_PROCESSES = """
+import resource
+from tests.unit.workers.test_properties import expected, open_pool, play
+resource.setrlimit(resource.RLIMIT_NPROC, (6, 6))
+with open_pool("Trouble") as pool:
+    assert play(pool, [{}] * 8) == [expected(place) for place in range(8)]
+"""
+
+
+def test_conversations_wait_while_the_system_has_no_room_for_processes(tmp_path):
+    """As another user, to whom a limit applies: of 6, three are those of the pool and its user."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    become = ["setpriv", "--reuid", "65534", "--clear-groups"]
+    become += [f"--{one}-caps=+dac_read_search,+dac_override" for one in ("inh", "ambient")]
+    command = [*become, sys.executable, "-B", "-c", FEW_PROCESSES]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)})
 
 
 def test_closed_standard_streams_of_the_run_change_nothing(tmp_path):
