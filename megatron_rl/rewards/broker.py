@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_rl.workers.broker import Broker, DiedError, Message, OverTimeError, Unit
 
-MOST_CALLS = 200  # of a process: what each of them leaves does not add up for ever
+MOST_CALLS = 200  # of a process: limits what their leftovers add up to
 
 
 class Task(NamedTuple):

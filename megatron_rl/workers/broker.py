@@ -235,11 +235,8 @@ class Broker:
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it
         self._template.wait()
-        began = time.monotonic()
-        while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
-            if time.monotonic() > began + CLOSE_SECONDS:
-                break
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._end_left(), CLOSE_SECONDS)
         with contextlib.suppress(ConnectionError):
             self._output.close()
             self._renew()
@@ -383,20 +380,20 @@ class Broker:
         while True:
             await self._has_left.wait()
             self._has_left.clear()
-            began = time.monotonic()
-            while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
-                await asyncio.sleep(0.01)
+            await self._end_left()
 
-    def _kill_left(self, *, patience: float) -> int:
-        """Kill what ended processes have left: children of this one. Returns how many are left."""
-        left = set(children_of(os.getpid())) - {self._template.pid}
-        for pid in left:
-            if patience <= 0 or not _is_resource_tracker(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        return len(left)
+    async def _end_left(self) -> None:
+        """Kill what ended processes have left, which are children of this one, until none is."""
+        began = time.monotonic()
+        while left := set(children_of(os.getpid())) - {self._template.pid}:
+            is_patient = time.monotonic() < began + _TRACKER_SECONDS
+            for pid in left:
+                if not (is_patient and _is_resource_tracker(pid)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            await asyncio.sleep(0.01)
 
     def _renew(self) -> None:
         """Pass on as many lines again, after the number of those that were left out."""
