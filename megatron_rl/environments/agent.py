@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from tempfile import TemporaryFile
+from typing import IO, Any, ClassVar
 
 from megatron_rl.environments.call_formats import CallFormat
 from megatron_rl.environments.endpoint import Endpoint, Session
@@ -21,6 +22,7 @@ from megatron_rl.messages import parse_messages
 from megatron_rl.rewards.worker import as_number, format_value
 
 _MAX_ERROR = 300  # characters of a command's last line
+_ENDING = 1 << 16  # bytes of an output in which that is looked for
 
 
 class AgentExitError(Exception):
@@ -139,25 +141,34 @@ class AgentCommand(AgentEnvironment):
         """Run the program and read its reward."""
         # PYTHONPATH has the modules of this environment, which another one must not load.
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=variables | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
-        )
-        try:
-            output, errors = await process.communicate(json.dumps(self.row).encode() + b"\n")
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                process.kill()
-        lines, problems = (text.decode(errors="replace").split("\n") for text in (output, errors))
-        last = next(filter(None, reversed(lines)), "")
+        # Files and not pipes, which would end with all that the program leaves running.
+        with TemporaryFile() as row, TemporaryFile() as output, TemporaryFile() as errors:
+            row.write(json.dumps(self.row).encode() + b"\n")
+            row.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=row,
+                stdout=output,
+                stderr=errors,
+                env=variables | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "none"},
+            )
+            try:
+                await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    process.kill()
+            last, reason = _last_line(output), _last_line(errors)[:_MAX_ERROR]
         with contextlib.suppress(ValueError):
             if process.returncode == 0:
                 return float(last)
-        reason = next(filter(None, reversed(problems)), "")[:_MAX_ERROR]
         raise UserError(
             f"{self.command[0]} ended with status {process.returncode} and the last line "
             f"{last[:_MAX_ERROR]!r} {reason}; print the reward, a number, as the last line"
         )
+
+
+def _last_line(file: IO[bytes]) -> str:
+    """Return the last line of a file that is not empty."""
+    file.seek(max(file.seek(0, os.SEEK_END) - _ENDING, 0))
+    lines = file.read().decode(errors="replace").split("\n")
+    return next(filter(None, reversed(lines)), "")

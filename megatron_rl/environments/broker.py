@@ -2,13 +2,14 @@
 
 From the trainer: {"begin": key, "place": 0, "row": "{...}", "seed": 7}, {"send": key, "message":
 text, "tokens": `TurnTokens` or null}, {"end": key}, {"journal": folder or null}. To it, with the
-key: the fields of an "answer", or a "failure" with its "text"; and {"trace": text}.
+key: the fields of an "answer", or a "failure" with its "text".
 """
 
 import asyncio
 import contextlib
 import hashlib
 import json
+import socket
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,24 +70,31 @@ class Journal:
 
     A resumed run generates the same turns again, and each that had a result gets that of the
     journal, so that no side effect is repeated. All engines of a run share a folder, so a
-    conversation may continue on another engine. The last line of a file may be cut, and is ignored.
-    Lines are written one by one and not synced: they survive the process, not a power failure.
+    conversation may continue on another engine. Lines are written one by one and not synced: they
+    survive the process, not a power failure. What is no result is ignored, such as a line that was
+    cut, and its call is made again.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.known: dict[str, Message] = {}  # of earlier starts of the run
         for file in folder.glob("*.jsonl"):
-            for line in file.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
+            for line in file.read_bytes().splitlines():
+                with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
                     entry = json.loads(line)
-                    self.known[entry["turn"]] = entry
+                    self.known[entry["turn"]] = entry | {"result": dict(entry["result"])}
         self.file = (folder / f"{uuid.uuid4().hex}.jsonl").open("xb", buffering=0)
 
     def add(self, turn: Turn) -> None:
         """Append the result of a turn."""
         entry = {"turn": turn.digest, "is_late": turn.is_late, "result": turn.result}
-        self.file.write(json.dumps(entry).encode() + b"\n")
+        line = json.dumps(entry).encode() + b"\n"
+        try:
+            written = self.file.write(line)
+        except OSError as error:
+            raise OSError(f"it cannot write its journal {self.file.name}: {error}") from None
+        if written < len(line):
+            raise OSError(f"it cannot write its journal {self.file.name}: the disk is full")
 
 
 class EnvironmentBroker(Broker):
@@ -94,8 +102,8 @@ class EnvironmentBroker(Broker):
 
     _journal: Journal | None = None
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, link: socket.socket, settings: Message) -> None:
+        super().__init__(link, settings)
         self._conversations: dict[int, Conversation] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -104,6 +112,7 @@ class EnvironmentBroker(Broker):
         if "journal" in message:
             if self._journal is not None:
                 self._journal.file.close()
+            self._renew()
             folder = message["journal"]
             self._journal = None if folder is None else Journal(Path(folder))
         elif "begin" in message:
@@ -197,7 +206,8 @@ class EnvironmentBroker(Broker):
         assert one.unit is not None
         reply = await one.unit.call(request, limit=self.settings["time_limit"])
         if "failure" in reply:
-            self.emit({"trace": reply["trace"]})
+            for line in reply["trace"].splitlines():
+                self._print(line)
             raise FailedError(reply["failure"], reply["text"])
         return reply
 

@@ -337,10 +337,14 @@ class Endpoint:
 
     async def _serve(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER)
-        ended = (ConnectionError, h11.RemoteProtocolError, asyncio.CancelledError)
-        with contextlib.suppress(*ended):
-            while await self._serve_one(connection, source, sink):
-                connection.start_next_cycle()
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            try:
+                while await self._serve_one(connection, source, sink):
+                    connection.start_next_cycle()
+            except h11.RemoteProtocolError as error:
+                if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                    reply = error_reply(error.error_status_hint, f"the request is no HTTP: {error}")
+                    await _send(connection, sink, reply)
         sink.close()
 
     async def _serve_one(
@@ -375,14 +379,7 @@ class Endpoint:
                 work.cancel()
                 return False
             connection.receive_data(more.result())
-        status, content = work.result()
-        data = json.dumps(content).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(data)))]
-        headers.append(("x-should-retry", "false"))  # OpenAI's client repeats status 409
-        sink.write(connection.send(h11.Response(status_code=status, headers=headers)) or b"")
-        sink.write(connection.send(h11.Data(data=data)) or b"")
-        sink.write(connection.send(h11.EndOfMessage()) or b"")
-        await sink.drain()
+        await _send(connection, sink, work.result())
         self._session.mark_delivered(body)
         return connection.our_state is h11.DONE and connection.their_state is h11.DONE
 
@@ -407,6 +404,16 @@ class Endpoint:
         retries = dict(request.headers).get(b"x-stainless-retry-count", b"0")
         serve = self._session.complete if target == chat else self._session.generate
         return await serve(body, is_retry=retries != b"0")
+
+
+async def _send(connection: h11.Connection, sink: asyncio.StreamWriter, reply: Reply) -> None:
+    data = json.dumps(reply[1]).encode()
+    headers = [("content-type", "application/json"), ("content-length", str(len(data)))]
+    headers.append(("x-should-retry", "false"))  # OpenAI's client repeats status 409
+    sink.write(connection.send(h11.Response(status_code=reply[0], headers=headers)) or b"")
+    sink.write(connection.send(h11.Data(data=data)) or b"")
+    sink.write(connection.send(h11.EndOfMessage()) or b"")
+    await sink.drain()
 
 
 def _read_messages(body: Mapping[str, Any]) -> list[Message]:

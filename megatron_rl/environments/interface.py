@@ -12,10 +12,9 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import load_verifier
-from megatron_rl.rewards.worker import as_number, format_value
+from megatron_rl.rewards.worker import MAX_TEXT, as_number, format_value
 from megatron_rl.texts import clean
 
-MAX_OBSERVATION = 1_000_000  # characters; the context of any model is shorter
 _ROLES = ("user", "tool", "system", "developer", "ipython")
 FailureKind = Literal["timed_out", "failed", "rewritten", "lost"]
 FAILURE_REASONS: dict[FailureKind, str] = {  # of the reward 0 of such a conversation
@@ -160,11 +159,11 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
             "number, or None"
         )
     flags = isinstance(value.done, bool) and isinstance(value.restarts, bool)
-    if not flags or not isinstance(value.reason, str):
+    if not flags or not isinstance(value.reason, str) or len(value.reason) > MAX_TEXT:
         raise TypeError(
             f"{name} returned done={format_value(value.done)}, "
-            f"restarts={format_value(value.restarts)} and "
-            f"reason={format_value(value.reason)}; return True or False twice, and a text"
+            f"restarts={format_value(value.restarts)} and reason={format_value(value.reason)}; "
+            f"return True or False twice, and a text of at most {MAX_TEXT:,} characters"
         )
     roles = (*_ROLES, "assistant") if value.restarts else _ROLES
     observation = _read_observation(value.observation, name=name, roles=roles)
@@ -184,7 +183,7 @@ def _read_tokens(value: Any, *, name: str) -> list[int]:
     if not is_token_list(value):
         raise TypeError(
             f"{name} returned token_ids={format_value(value)}; return a list of at most "
-            f"{MAX_OBSERVATION:,} integers from 0 on"
+            f"{MAX_TEXT:,} integers from 0 on"
         )
     return value
 
@@ -193,7 +192,7 @@ def is_token_list(value: Any) -> TypeGuard[list[int]]:
     """Return whether a value is a list of token ids, of any vocabulary."""
     return (
         isinstance(value, list)
-        and len(value) <= MAX_OBSERVATION
+        and len(value) <= MAX_TEXT
         and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
     )
 
@@ -208,10 +207,10 @@ def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | l
             f"messages as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
         )
     characters = sum(len(message["content"]) for message in messages)
-    if characters > MAX_OBSERVATION:
+    if characters > MAX_TEXT:
         raise TypeError(
             f"{name} returned an observation of {characters:,} characters; shorten it to at most "
-            f"{MAX_OBSERVATION:,}, and better to what the model's context can take"
+            f"{MAX_TEXT:,}, and better to what the model's context can take"
         )
     try:
         json.dumps(messages, allow_nan=False)

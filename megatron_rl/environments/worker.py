@@ -9,12 +9,12 @@ import asyncio
 import inspect
 import json
 import os
-import resource
 import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.environments import interface
 from megatron_rl.environments.agent import AgentEnvironment
 from megatron_rl.environments.endpoint import RewrittenHistoryError
 from megatron_rl.environments.interface import (
@@ -26,9 +26,7 @@ from megatron_rl.environments.interface import (
 )
 from megatron_rl.errors import UserError
 from megatron_rl.texts import clean
-
-LONGEST_REQUEST = 1 << 30  # bytes of a line
-_MAX_TEXT = 300  # characters of an error
+from megatron_rl.workers.template import LONGEST_LINE, describe_error, ending_forks
 
 Message = dict[str, Any]
 
@@ -60,10 +58,10 @@ class Worker:
             asyncio.run(self._serve_all(channel))
         except BaseException as error:  # noqa: BLE001 - an exit in a task of the environment's own
             reply = self._failure(error) | {"number": self._request.get("number", 0)}
-            own.sendall(json.dumps(reply).encode() + b"\n")
+            own.sendall(b"\n" + json.dumps(reply).encode() + b"\n")
 
     async def _serve_all(self, channel: socket.socket) -> None:
-        source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_REQUEST)
+        source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_LINE)
         task: asyncio.Task[None] | None = None
         while line := await source.readline():
             request = self._request = json.loads(line)
@@ -73,6 +71,7 @@ class Worker:
                     await asyncio.wait({task})
                 await self._close(request)
             task = asyncio.create_task(self._reply_to(request))
+            task.add_done_callback(_end_unless_replied)
 
     async def _close(self, request: Message) -> None:
         try:
@@ -98,7 +97,8 @@ class Worker:
 
     async def _send(self, request: Message, reply: Message) -> None:
         assert self._sink is not None
-        self._sink.write(json.dumps(reply | {"number": request["number"]}).encode() + b"\n")
+        # After a new line: its code may have written to the socket.
+        self._sink.write(b"\n" + json.dumps(reply | {"number": request["number"]}).encode() + b"\n")
         await self._sink.drain()
 
     async def _serve(self, request: Message) -> Message:
@@ -119,31 +119,35 @@ class Worker:
         return {"answer": read_answer(value, name=self._settings["name"])}
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
-        value = function(*arguments)
-        return await value if inspect.isawaitable(value) else value
+        with ending_forks():
+            value = function(*arguments)
+            return await value if inspect.isawaitable(value) else value
 
     def _failure(self, error: BaseException) -> Message:
         kind = "lost" if isinstance(error, InfrastructureError) else "failed"
         kind = "rewritten" if isinstance(error, RewrittenHistoryError) else kind
-        trace = clean("".join(traceback.format_exception(error)))
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        text = clean(_one_line(error))
-        if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
-            text += (
-                f"; a conversation's process may use environment.memory_gib="
-                f"{self._settings['memory_gib']:g} GiB; raise it, or null for no limit"
-            )
-        return {"failure": kind, "text": text, "trace": trace}
+        text, trace = describe_error(
+            error, setting="environment.memory_gib", memory_gib=self._settings["memory_gib"]
+        )
+        if isinstance(error, UserError):
+            text = str(error)
+        elif place := _place(error):
+            text = f"{type(error).__name__}: {text} ({place})"
+        return {"failure": kind, "text": clean(text), "trace": trace}
 
 
-def _one_line(error: BaseException) -> str:
-    """Format an error as one line, with the line of the environment's code."""
-    if isinstance(error, UserError):
-        return str(error)
-    text = " ".join(str(error).split())
-    text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__]
-    if not own or own[-1].name == read_answer.__name__ or "interface.py" in own[-1].filename:
-        return text  # of `read_answer`, which names the rule
-    return f"{type(error).__name__}: {text} ({own[-1].filename}, line {own[-1].lineno})"
+def _place(error: BaseException) -> str:
+    """Return the line of the environment's code; nothing for `read_answer`, which names a rule."""
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    if not frames or frames[0].filename in (__file__, interface.__file__):
+        return ""
+    return f"{frames[0].filename}, line {frames[0].lineno}"
+
+
+def _end_unless_replied(task: "asyncio.Task[None]") -> None:
+    """End the process if no reply could be made: its code has changed what that needs."""
+    if not task.cancelled() and task.exception() is not None:
+        try:
+            traceback.print_exception(task.exception())
+        finally:
+            os._exit(1)

@@ -5,14 +5,17 @@ calls. To it, by key: an "answer" (of `worker.Call.grade`), {"is_late": true} or
 """
 
 import asyncio
+import socket
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_rl.workers.broker import Broker, DiedError, Message, OverTimeError, Unit
 
+MOST_CALLS = 200  # of a process: limits what their leftovers add up to
+
 
 class Task(NamedTuple):
-    """An item to grade; is_alone: with no other one in its call, because one of them failed."""
+    """An item to grade; is_alone: in a new process, because it failed with or after others."""
 
     key: int
     item: list[str]
@@ -23,8 +26,8 @@ class Task(NamedTuple):
 class VerifierBroker(Broker):
     """Up to `workers` processes, or `batch_size` for each of them if the verifier is async."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, link: socket.socket, settings: Message) -> None:
+        super().__init__(link, settings)
         self._waiting: deque[Task] = deque()
         self._idle: list[Unit] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -61,11 +64,16 @@ class VerifierBroker(Broker):
         unit = None
         try:
             while unit is None or unit.ended.is_set():
-                unit = self._idle.pop() if self._idle else await self.spawn()
+                is_kept = self._idle and not tasks[0].is_alone
+                unit = self._idle.pop() if is_kept else await self.spawn()
             request = {"items": [task.item for task in tasks]}
             reply = await unit.call(request, limit=self.settings["time_limit"])
-            self._finish_calls(tasks, reply["answers"])
-            if not reply["is_last"]:
+            if isinstance(answers := reply["answers"], list):
+                for task, answer in zip(tasks, answers, strict=True):
+                    self.emit({"key": task.key, "answer": answer})
+            elif not self._take_back(tasks, if_single=unit.calls > 1):
+                self.emit({"key": tasks[0].key, "answer": answers})
+            if not reply["is_last"] and not tasks[0].is_alone and unit.calls < MOST_CALLS:
                 self._idle.append(unit)
                 unit = None
         except OverTimeError:
@@ -82,19 +90,12 @@ class VerifierBroker(Broker):
             if unit is not None:
                 await self.end(unit)
 
-    def _finish_calls(self, tasks: list[Task], answers: Any) -> None:
-        """Send the answers, or take back the items of a call that failed as a whole."""
-        if isinstance(answers, dict) and self._take_back(tasks):
-            return
-        each = [answers] if isinstance(answers, dict) else answers
-        for task, answer in zip(tasks, each, strict=True):
-            self.emit({"key": task.key, "answer": answer})
-
-    def _take_back(self, tasks: list[Task]) -> bool:
-        """Grade several items one by one if one of them failed; False for a single item."""
-        if len(tasks) > 1:
+    def _take_back(self, tasks: list[Task], *, if_single: bool = False) -> bool:
+        """Grade each item alone if the cause may be another one; returns whether it may."""
+        is_shared = len(tasks) > 1 or (if_single and not tasks[0].is_alone)
+        if is_shared:
             self._waiting.extendleft(task._replace(is_alone=True) for task in reversed(tasks))
-        return len(tasks) > 1
+        return is_shared
 
 
 if __name__ == "__main__":

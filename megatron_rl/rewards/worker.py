@@ -11,18 +11,18 @@ import json
 import math
 import numbers
 import re
-import resource
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import NUMBER, SHAPED, Item, load_verifier
 from megatron_rl.texts import clean
+from megatron_rl.workers.template import describe_error, ending_forks
 
 Answer = list[Any] | dict[str, str]  # [reward, reason, answer], or {"error": description}
+MAX_TEXT = 1_000_000  # characters that are returned to the trainer
 _LONGEST_VALUE = 120  # characters of a wrong return value that an error repeats
 _OTHER_LIBRARIES = {"completions": "TRL", "solution_str": "verl"}  # a parameter of their rewards
 
@@ -40,11 +40,14 @@ def serve(call: "Call", channel: socket.socket) -> None:
     lines = channel.makefile("rb")
     while line := lines.readline():
         request = json.loads(line)
-        answers = call.grade([Item(*item) for item in request["items"]])
+        with ending_forks():
+            answers = call.grade([Item(*item) for item in request["items"]])
         # A thread that the call has left would slow the next one down, or keep the interpreter.
         left = {*threading.enumerate()} - {threading.main_thread(), *executors._threads_queues}
-        reply = {"number": request["number"], "answers": answers, "is_last": bool(left)}
-        channel.sendall(json.dumps(reply).encode() + b"\n")
+        has_failed = isinstance(answers, dict)
+        reply = {"number": request["number"], "answers": answers}
+        reply["is_last"] = bool(left) or has_failed
+        channel.sendall(b"\n" + json.dumps(reply).encode() + b"\n")
 
 
 class SignatureError(UserError):
@@ -75,7 +78,10 @@ class Call:
                 return [read_grade(one, name=self.name) for one in self._as_list(value, items)]
             return [self._grade_one(item) for item in items]
         except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer decides
-            return self._describe(error)
+            _, trace = describe_error(
+                error, setting="reward.memory_gib", memory_gib=self._memory_gib
+            )
+            return {"error": trace}
 
     def _check_signature(self, names: list[str]) -> None:
         """Raise SignatureError if a call would fail or pass arguments in the wrong order."""
@@ -114,17 +120,6 @@ class Call:
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(value)
 
-    def _describe(self, error: BaseException) -> dict[str, str]:
-        """Format the traceback of the current exception for the trainer."""
-        text = clean("".join(traceback.format_exception(error)))
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
-            text += (
-                f"a worker may use reward.memory_gib={self._memory_gib:g} GiB of memory; raise it, "
-                "or null for no limit"
-            )
-        return {"error": text}
-
     def _as_list(self, value: Any, items: Sequence[Item]) -> list[Any]:
         if hasattr(value, "tolist"):  # an array or a tensor
             value = value.tolist()
@@ -146,6 +141,11 @@ def read_grade(value: Any, *, name: str) -> list[Any]:
     if isinstance(value, list | tuple) and len(value) == 3:
         reward, reason, answer = _as_reward(value[0]), value[1], value[2]
         if reward is not None and isinstance(reason, str) and isinstance(answer, str | None):
+            if len(reason) + len(answer or "") > MAX_TEXT:
+                raise TypeError(
+                    f"{name} returned a reason of {len(reason):,} characters and an answer of "
+                    f"{len(answer or ''):,}; shorten them to {MAX_TEXT:,} together"
+                )
             return [reward, clean(reason), clean(answer)]
     raise TypeError(
         f"{name} returned {format_value(value)}; return the reward, a finite number, or a tuple "
@@ -170,11 +170,13 @@ def _is_name(name: Any) -> bool:
 
 def as_number(value: Any) -> float | None:
     """Convert a finite number, also a NumPy or torch scalar, to float; None for other values."""
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    try:
+        if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+            value = value.item()
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except Exception:  # noqa: BLE001 - an integer that is too large, or an object's own
         return None
-    return float(value)
+    return number if math.isfinite(number) else None
 
 
 def _parameters(verifier: Any) -> list[str]:
@@ -186,5 +188,8 @@ def _parameters(verifier: Any) -> list[str]:
 
 def format_value(value: Any) -> str:
     """Format a wrong return value for an error, shortened."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - an integer of too many digits, or an object's own
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."

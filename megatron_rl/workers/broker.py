@@ -6,7 +6,6 @@ trainer ends. A package derives a class that receives the trainer's messages. It
 {"ready": description}, {"fatal": text}, {"printed": line}, {"alive": number of calls}.
 """
 
-import argparse
 import asyncio
 import contextlib
 import fcntl
@@ -22,9 +21,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.workers.template import adopt_orphans, ignore_job_signals
+from megatron_rl.workers.template import (
+    FORK_SECONDS,
+    LONGEST_LINE,
+    adopt_orphans,
+    ignore_job_signals,
+)
 
-LONGEST_LINE = 1 << 30  # bytes of a message
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
 EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
@@ -100,7 +103,7 @@ class Unit:
         self.sampled, self.is_ready_to_run = 0.0, False
         self.threads: dict[int, tuple[int, int]] = {}  # by `read_threads`, when it was sampled
         self.broker_seconds = 0.0  # the same of this process
-        self._number = 0
+        self.calls = 0  # so far; the number of the last one is in its reply
         self._reply: asyncio.Future[Message] | None = None
         asyncio.get_running_loop().add_reader(handle, self._end)
 
@@ -118,7 +121,7 @@ class Unit:
 
         limit: seconds of its own work (`Clock`), from now on.
         """
-        self._number += 1
+        self.calls += 1
         self.limit, self.own_seconds, self.used_seconds = limit, 0.0, 0.0
         self.sampled, self.broker_seconds = time.monotonic(), seconds_of_broker()
         self.output.was_full = False
@@ -126,7 +129,7 @@ class Unit:
         if self.ended.is_set():
             self._reply.set_exception(DiedError())
         else:
-            self._sink.write(json.dumps(request | {"number": self._number}).encode() + b"\n")
+            self._sink.write(json.dumps(request | {"number": self.calls}).encode() + b"\n")
         try:
             return await self._reply
         except DiedError:
@@ -161,19 +164,22 @@ class Unit:
         asyncio.get_running_loop().call_later(0.01, self._fail, DiedError())
 
     async def _read(self) -> None:
-        while line := await self._source.readline():
-            with contextlib.suppress(ValueError):  # its code may write to any file descriptor
+        line = b"\n"
+        while line:
+            # Its code may write anything to any file descriptor.
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+                line = await self._source.readline()
                 reply = json.loads(line)
-                if reply["number"] == self._number and self._reply and not self._reply.done():
+                if reply["number"] == self.calls and self._reply and not self._reply.done():
                     self._reply.set_result(reply)
 
 
 class Broker:
     """Derive a class with `take` and start it by `main`."""
 
-    def __init__(self, link: socket.socket, trainer: int, settings: Message, files: int) -> None:
+    def __init__(self, link: socket.socket, settings: Message) -> None:
         self.settings, self.description = settings, Message()
-        self._link, self._trainer, self._files = link, trainer, files
+        self._link = link
         self._units: set[Unit] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forking = asyncio.Lock()
@@ -192,18 +198,14 @@ class Broker:
     @classmethod
     def main(cls) -> None:
         """Run until the trainer closes the link or ends."""
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--link", type=int, required=True)
-        parser.add_argument("--trainer", type=int, required=True)
-        arguments = parser.parse_args()
+        settings = json.loads(sys.argv[1])
         ignore_job_signals()
         adopt_orphans()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        settings["files"], hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two for each process
-        settings = json.loads(sys.stdin.readline())
-        link = socket.socket(fileno=arguments.link)
+        link = socket.socket(fileno=settings["link"])
         link.set_inheritable(False)
-        asyncio.run(cls(link, arguments.trainer, settings, soft).run())
+        asyncio.run(cls(link, settings).run())
         os._exit(0)
 
     async def run(self) -> None:
@@ -212,7 +214,7 @@ class Broker:
         source, self._sink = await asyncio.open_connection(sock=self._link, limit=LONGEST_LINE)
         self._start_template()
         try:
-            handle = os.pidfd_open(self._trainer)
+            handle = os.pidfd_open(self.settings["trainer"])
             loop.add_reader(handle, self._abandon, source, handle)
         except ProcessLookupError:  # it has ended: the link ends, too
             pass
@@ -228,22 +230,25 @@ class Broker:
                 if "renew" in message:
                     self._renew()
                 else:
-                    self.on_message(message)
+                    self._on_message(message)
             await self.close()
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it
         self._template.wait()
-        began = time.monotonic()
-        while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
-            if time.monotonic() > began + CLOSE_SECONDS:
-                break
-            await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._end_left(), CLOSE_SECONDS)
         with contextlib.suppress(ConnectionError):
             self._output.close()
             self._renew()
             self._flush()
             self._sink.close()
             await self._sink.wait_closed()
+
+    def _on_message(self, message: Message) -> None:
+        try:
+            self.on_message(message)
+        except Exception as error:  # noqa: BLE001 - the trainer raises it
+            self._report(error)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in the background; an error of this module's own ends the process."""
@@ -284,7 +289,10 @@ class Broker:
             socket.send_fds(self._control, [b"f"], [theirs.fileno(), output.inlet])
             theirs.close()
             os.close(output.inlet)
-            pid = await self._forked
+            try:
+                pid = await asyncio.wait_for(self._forked, 2 * FORK_SECONDS)
+            except TimeoutError:
+                raise TimeoutError(f"no process was forked in {2 * FORK_SECONDS:.0f} s") from None
             unit = Unit(pid, self._fds.pop(0), output)
             self._units.add(unit)
         await unit.connect(ours)
@@ -298,8 +306,11 @@ class Broker:
 
     def _finish(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.emit({"fatal": f"failed in its manager: {task.exception()!r}"})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        self.emit({"fatal": f"failed in its manager: {type(error).__name__}: {error}"})
 
     def _abandon(self, source: asyncio.StreamReader, handle: int) -> None:
         """End without waiting for anything: the trainer has ended."""
@@ -311,12 +322,9 @@ class Broker:
         self._control, theirs = socket.socketpair()
         self._output = Output(self.settings["longest_line"], self._print)
         inlet = self._output.inlet
+        settings = self.settings | {"control": theirs.fileno(), "parent": os.getpid()}
         self._template = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "megatron_rl.workers.template"),
-                *("--control", str(theirs.fileno()), "--files", str(self._files)),
-                *("--parent", str(os.getpid()), "--settings", json.dumps(self.settings)),
-            ],
+            [sys.executable, "-m", "megatron_rl.workers.template", json.dumps(settings)],
             stdin=subprocess.DEVNULL, stdout=inlet, stderr=inlet, pass_fds=[theirs.fileno()],
         )  # fmt: skip
         theirs.close()
@@ -372,20 +380,20 @@ class Broker:
         while True:
             await self._has_left.wait()
             self._has_left.clear()
-            began = time.monotonic()
-            while self._kill_left(patience=began + _TRACKER_SECONDS - time.monotonic()):
-                await asyncio.sleep(0.01)
+            await self._end_left()
 
-    def _kill_left(self, *, patience: float) -> int:
-        """Kill what ended processes have left: children of this one. Returns how many are left."""
-        left = set(children_of(os.getpid())) - {self._template.pid}
-        for pid in left:
-            if patience <= 0 or not _is_resource_tracker(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        return len(left)
+    async def _end_left(self) -> None:
+        """Kill what ended processes have left, which are children of this one, until none is."""
+        began = time.monotonic()
+        while left := set(children_of(os.getpid())) - {self._template.pid}:
+            is_patient = time.monotonic() < began + _TRACKER_SECONDS
+            for pid in left:
+                if not (is_patient and _is_resource_tracker(pid)):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            await asyncio.sleep(0.01)
 
     def _renew(self) -> None:
         """Pass on as many lines again, after the number of those that were left out."""

@@ -73,18 +73,15 @@ class Workers:
         self._link.settimeout(START_SECONDS)
         self._arrivals = select.poll()
         self._arrivals.register(self._link, select.POLLIN)
-        command = [sys.executable, "-m", broker, "--link", str(theirs.fileno())]
+        settings = settings | {"link": theirs.fileno(), "trainer": os.getpid()}
         self._process = subprocess.Popen(
-            [*command, "--trainer", str(os.getpid())],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-m", broker, json.dumps(settings)],
+            stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=_environment(variables),
             start_new_session=True,
         )
         theirs.close()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-        self._process.stdin.close()
 
     def start(self) -> None:
         """Wait until the module is loaded; raise the error if it cannot be."""
@@ -160,8 +157,6 @@ class Workers:
         """Process a message that is no result."""
         if "printed" in message:
             self.note(message["printed"])
-        elif "trace" in message:
-            self._echo(message["trace"])
         elif "fatal" in message:
             self._failure = self._failure or f"{self.name} {message['fatal']}"
         elif "ready" in message:

@@ -9,7 +9,6 @@ Lines of JSON, to the broker: {"ready": description} or {"error": text}, then {"
 pidfd for each byte that it sends together with a socket, and {"ended": 7, "status": -9}.
 """
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -23,13 +22,19 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.interruption import SIGNALS, end_with_parent
 from megatron_rl.texts import clean
+
+_MOST_FRAMES, _LONGEST_TEXT = 30, 300  # of an error that is described
+_LONGEST_PART, _LONGEST_TRACE = 2000, 20_000
+LONGEST_LINE = 1 << 30  # bytes of a message
+FORK_SECONDS = 60.0  # in which the system must have room for another process
 
 Load = Callable[[dict[str, Any]], tuple[dict[str, Any], Callable[[socket.socket], None]]]
 
@@ -57,8 +62,9 @@ def adopt_orphans() -> None:
 def hide_other_processes() -> None:
     """Deny this process and its descendants the memory and the variables of all other processes.
 
-    By a Landlock domain that restricts nothing else but signals to outside; Linux before 6.12 could
-    only deny that together with mounts, which sandboxes need.
+    By a Landlock domain that restricts nothing else but signals to outside, such as those of `kill
+    -9 -1` or `pkill python`; Linux before 6.12 could only deny that together with mounts, which
+    sandboxes need.
     """
     system = ctypes.CDLL(None)
     if system.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1) < _LANDLOCK_ABI_WITH_SCOPES:
@@ -71,23 +77,17 @@ def hide_other_processes() -> None:
 
 
 def main() -> None:
-    """Load what the arguments name, then fork until the broker closes the socket."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--control", type=int, required=True)
-    parser.add_argument("--files", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--settings", type=json.loads, required=True)
-    arguments = parser.parse_args()
-    end_with_parent(arguments.parent)
+    """Load what the settings name, then fork until the broker closes the socket."""
+    settings = json.loads(sys.argv[1])
+    end_with_parent(settings["parent"])
     ignore_job_signals()
     hide_other_processes()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (arguments.files, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (settings["files"], hard))
     if isinstance(sys.stdout, io.TextIOWrapper):  # it is the log, which units share
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-    control = socket.socket(fileno=arguments.control)
+    control = socket.socket(fileno=settings["control"])
     control.set_inheritable(False)
-    settings = arguments.settings
     try:
         module, _, name = settings["load"].partition(":")
         load: Load = getattr(importlib.import_module(module), name)
@@ -148,18 +148,20 @@ class Template:
 
     def _fork(self, channel: socket.socket, *, output: int) -> None:
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
+        channel.set_inheritable(False)  # programs that a conversation starts must not answer for it
+        if (pid := self._fork_in_time()) == 0:
+            status = 1
             try:
                 for file in (1, 2):
                     os.dup2(output, file)
                 os.close(output)
                 self._become_unit(parent)
                 self._serve(channel)
+                status = 0
             except BaseException:  # noqa: BLE001 - printed; the broker sees the exit status
                 traceback.print_exc()
-                os._exit(1)
-            os._exit(0)  # threads that are left do not delay the end
+            finally:
+                os._exit(status)  # threads that are left do not delay the end
         channel.close()
         os.close(output)
         self._units.add(pid)
@@ -168,19 +170,68 @@ class Template:
         socket.send_fds(self._control, [line], [handle])
         os.close(handle)
 
+    def _fork_in_time(self) -> int:
+        """Fork; where that fails, others may use all processes or all memory for the moment."""
+        deadline = time.monotonic() + FORK_SECONDS
+        while True:
+            try:
+                return os.fork()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                self._reap()
+                time.sleep(0.1)
+
     def _become_unit(self, parent: int) -> None:
         signal.set_wakeup_fd(-1)
-        for request in (*SIGNALS, signal.SIGCHLD):
-            signal.signal(request, signal.SIG_DFL)
+        for request in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            if request not in (signal.SIGPIPE, signal.SIGXFSZ):  # Python has exceptions for them
+                signal.signal(request, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
         end_with_parent(parent)
         adopt_orphans()
+        hide_other_processes()  # those of other conversations, too
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory is short, the kernel ends it and not the trainer
         self._control.close()
         os.close(self._woken)
         os.close(self._wake)
         if self._memory_gib is not None:
             limit_memory(self._loaded + int(self._memory_gib * 2**30))
+
+
+def describe_error(
+    error: BaseException, *, setting: str, memory_gib: float | None
+) -> tuple[str, str]:
+    """Return an error's text in one line, and its traceback, both cleaned and shortened.
+
+    setting: the name of that of `memory_gib`. The limit no longer applies, since a description
+    needs memory, too: the process is to end soon.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    whole = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
+    trace = "".join(part[:_LONGEST_PART] for part in whole.format())[-_LONGEST_TRACE:]
+    text = " ".join(str(whole)[:_LONGEST_PART].split())
+    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+    if isinstance(error, MemoryError) and memory_gib is not None:
+        hint = f"its process may use {setting}={memory_gib:g} GiB; raise it, or null for no limit"
+        text, trace = f"{text}; {hint}", f"{trace}{hint}"
+    return clean(text), clean(trace)
+
+
+@contextlib.contextmanager
+def ending_forks() -> Iterator[None]:
+    """End a process that code within this has forked, and that leaves it as well."""
+    pid = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != pid:
+            error = sys.exception()
+            code = error.code if isinstance(error, SystemExit) else int(error is not None)
+            os._exit(code if isinstance(code, int) else 1)
 
 
 def limit_memory(wanted: int) -> None:

@@ -133,5 +133,13 @@ class Program(AgentCommand):
     command = (sys.executable, "-m", "tests.unit.environments.agent_program")
 
 
+class LeavingProgram(AgentCommand):
+    """Starts a server that goes on when it ends itself."""
+
+    command = (
+        "sh", "-c", f"sleep 1234 & exec {sys.executable} -m tests.unit.environments.agent_program",
+    )  # fmt: skip
+
+
 class BrokenProgram(AgentCommand):
     command = (sys.executable, "-c", "import sys; sys.exit('no such model')")

@@ -146,6 +146,11 @@ def test_program_of_any_environment_is_agent():
     assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
 
 
+def test_program_that_leaves_another_one_has_its_reward():
+    """That one keeps the streams open, and ends with the conversation."""
+    assert talk("LeavingProgram", [["30"]], secret=30) == [[Answer(reward=1.0, **ENDED)]]
+
+
 def serve(requests, **settings):
     """Run `requests(session, url, client)` against a server of one conversation."""
     import httpx
@@ -221,6 +226,74 @@ def test_malformed_requests_are_refused_once_and_change_nothing():
     assert status == 200
     assert "part of type image_url" in errors["image"] and "text only" in errors["image"]
     assert errors["calls"].startswith("message 1: ")
+
+
+ODD = {
+    "stream": {"stream": True}, "n is 0": {"n": 0}, "n is 2": {"n": 2}, "n is a text": {"n": "1"},
+    "no messages": {"messages": None}, "number": {"messages": [5]}, "nothing": {"messages": [None]},
+    "role": {"messages": [{"role": None, "content": "x"}]},
+    "content": {"messages": [{"role": "user", "content": 5}]},
+    "arguments": {"messages": [{"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": 5}}]}]},
+    "name": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]},
+    "nested": {"messages": [{"role": "user", "content": [["x"]]}]},
+}  # fmt: skip
+
+
+def test_odd_fields_are_one_clear_refusal():
+    async def requests(session, url, client):
+        for name, fields in ODD.items():
+            reply = await client.post(f"{url}/chat/completions", json=ASKED | fields)
+            assert reply.status_code == 400 and reply.json()["error"]["message"], name
+            assert reply.headers["x-should-retry"] == "false"
+        messages = list(QUESTION)
+        for tools in (5, "x", {"a": 1}, [None]):  # read by nobody: the prompt has its own
+            body = {"messages": messages, "tools": tools, "metadata": {"a": [None]}, "seed": None}
+            asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
+            await session.next_request()
+            session.answer('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>')
+            reply = await asked
+            assert reply.status_code == 200, tools
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "on"}]
+        return session._requests.qsize()
+
+    assert serve(requests) == 0
+
+
+def test_what_is_no_http_is_refused():
+    async def requests(session, url, client):
+        port, path = int(url.split(":")[2].split("/")[0]), url.split("/", 3)[3]
+        replies = []
+        for text in (
+            b"hello\r\n\r\n",
+            f"POST /{path}/chat/completions HTTP/1.1\r\nhost: x\r\n".encode()
+            + b"a: " + b"b" * 100_000 + b"\r\n\r\n",
+        ):  # fmt: skip
+            source, sink = await asyncio.open_connection("127.0.0.1", port)
+            sink.write(text)
+            replies.append((await source.readline()).split()[1])
+            sink.close()
+        return replies
+
+    assert serve(requests) == [b"400", b"431"]
+
+
+def test_ten_million_characters_and_lone_surrogates_are_a_message():
+    async def requests(session, url, client):
+        asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=ASKED))
+        await session.next_request()
+        session.answer("x")
+        reply = (await asked).json()["choices"][0]["message"]
+        text = "é\\ud83d" * 2_000_000
+        added = json.dumps({"messages": [*QUESTION, reply, {"role": "user", "content": "@"}]})
+        content = added.replace("@", text).encode()
+        asked = asyncio.create_task(client.post(f"{url}/chat/completions", content=content))
+        found = (await session.next_request()).observation
+        session.close()
+        await asked
+        return len(found[0]["content"])
+
+    assert serve(requests) == 4_000_000
 
 
 def test_parts_and_null_are_texts():

@@ -222,7 +222,7 @@ def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
 def test_worker_without_enough_memory_names_setting():
     with (
         open_pool(memory_gib=1.0) as pool,
-        pytest.raises(VerifierError, match=r"MemoryError\n.*reward.memory_gib=1 GiB .*raise it"),
+        pytest.raises(VerifierError, match=r"MemoryError\n.*.*reward.memory_gib=1 GiB; raise it"),
     ):
         pool.verify_all(as_items("fill 2"))
     with open_pool(memory_gib=None) as pool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,12 @@ import psutil
 import pytest
 
 from megatron_rl.config.sections import RewardSection
-from megatron_rl.environments.interface import Answer, EnvironmentFailure
+from megatron_rl.environments.interface import (
+    Answer,
+    BrokenEnvironmentError,
+    EnvironmentFailure,
+)
+from megatron_rl.rewards.broker import MOST_CALLS
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, Item
 from megatron_rl.runtime.interruption import SIGNALS
@@ -64,15 +70,17 @@ def expected(place):
 def job_of_ranks():
     """Signals as in a rank, which blocks those of the job."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    ignored = (signal.SIGHUP, signal.SIGQUIT)  # as nohup does, and a shell with `&`
+    handlers = [signal.signal(request, signal.SIG_IGN) for request in ignored]
     yield
-    signal.signal(signal.SIGHUP, handler)
+    for request, handler in zip(ignored, handlers, strict=True):
+        signal.signal(request, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
 def test_signals_work_in_all_that_users_start(job_of_ranks):
-    """timeout, Popen.terminate and Process.terminate."""
-    wanted = [124, -15, -15]
+    """timeout, Popen.terminate, another signal, and Process.terminate."""
+    wanted = [124, -15, -3, -15]
     with open_pool("Reports") as pool, verifiers() as graders:
         assert json.loads(Talk(pool, row="{}")([["signals"]])[0][0].observation) == wanted
         (grade,) = graders.verify_all([Item("signals", "", "")])
@@ -93,7 +101,7 @@ def test_signals_to_the_job_end_no_conversation():
 
 
 def test_trouble_of_one_is_its_own(tmp_path):
-    """20 kinds among innocent ones: each fails with its reason, and no other one is changed."""
+    """All kinds among innocent ones: each fails with its reason, and no other one is changed."""
     rows = []
     for trouble in TROUBLES:
         rows += [{"trouble": trouble, "folder": str(tmp_path)}, {}]
@@ -106,14 +114,21 @@ def test_trouble_of_one_is_its_own(tmp_path):
         kinds = {one: getattr(result, "kind", "answered") for one, result in found.items()}
         late = ("blocks", "hangs", "spins", "hangs_in_threads", "stops", "blocks_later",
                 "leaves_everything_and_blocks")  # fmt: skip
-        fine = ("prints_50_mb", "leaves_everything", "hang_in_close")
+        fine = ("prints_50_mb", "leaves_everything", "hang_in_close", "writes_to_its_socket",
+                "forks_and_returns", "forks_and_exits", "changes_its_process",
+                "starts_programs")  # fmt: skip
         for trouble, kind in kinds.items():
             wanted = "timed_out" if trouble in late else "answered" if trouble in fine else "failed"
             assert kind == wanted, found[trouble]
         assert "SystemExit: bad usage" in found["exits"].text
         assert "SystemExit: in a task" in found["exits_in_a_task"].text
         assert "CancelledError" in found["cancels"].text
-        assert "environment.memory_gib=1 GiB; raise it" in found["fills_memory"].text
+        for name in ("fills_memory", "keeps_memory_full"):
+            assert "environment.memory_gib=1 GiB; raise it" in found[name].text
+        assert "NamelessError: <exception str() failed> (" in found["raises_without_text"].text
+        assert len(found["raises_100_mb"].text) < 700
+        assert "the reward a value of type int; ret" in found["returns_10_gb_number"].text
+        assert "died twice, exit status 1" in found["breaks_what_replies_need"].text
         wait_until(lambda: len(broker.children(recursive=True)) == 1)  # the template
     assert not any(Path("/dev/shm", file.read_text()).exists() for file in tmp_path.iterdir())
 
@@ -133,6 +148,28 @@ def test_nothing_is_left_of_a_verifiers_call(tmp_path):
         wait_until(lambda: len(broker.children(recursive=True)) == 1)
     (file,) = tmp_path.iterdir()
     assert not Path("/dev/shm", file.read_text()).exists()
+
+
+def test_what_calls_of_a_verifier_leave_does_not_add_up():
+    """Descriptors and processes: neither is out before the process is replaced."""
+    with verifiers(workers=1) as pool:
+        grades = pool.verify_all([Item("keep", "0", "")] * 2 * MOST_CALLS)
+        assert {one.reward for one in grades} == {4.0}
+        broker = psutil.Process(pool._process.pid)
+        wait_until(lambda: len(broker.children(recursive=True)) <= MOST_CALLS + 2)
+
+
+def test_memory_that_other_calls_keep_fails_no_call():
+    with verifiers(workers=1, memory_gib=1.0) as pool:
+        grades = pool.verify_all([Item("keep", str(2**28), "")] * 12)
+        assert [one.reward for one in grades] == [4.0] * 12
+
+
+def test_odd_calls_of_a_verifier_are_answered_once():
+    texts = ["socket", "fork", "nameless", "abc"]
+    with verifiers(on_error="zero", workers=1) as pool:
+        grades = [pool.verify_all([Item(text, "", "")])[0] for text in texts]
+    assert [one.reward for one in grades] == [6.0, 4.0, 0.0, 3.0]
 
 
 def test_thread_that_a_call_leaves_costs_no_other_call():
@@ -257,6 +294,97 @@ def test_everything_ends_with_a_killed_trainer(tmp_path):
     assert not alive
     blocks = [file.read_text() for file in tmp_path.iterdir() if file.name != "ready"]
     assert blocks and not any(Path("/dev/shm", block).exists() for block in blocks)
+
+
+NO_CHILDREN = """
+import pytest
+from megatron_rl.environments.interface import BrokenEnvironmentError
+from tests.unit.workers.test_properties import open_pool
+with open_pool("Trouble") as pool, pytest.raises(BrokenEnvironmentError) as error:
+    pool.start()
+print(error.value)
+"""
+
+
+def test_kernel_without_list_of_children_is_refused():
+    """In a mount namespace without /proc."""
+    hide = ["unshare", "--mount", "--", "sh", "-c", 'mount -t tmpfs none /proc && exec "$0" "$@"']
+    if os.getuid():
+        hide.insert(1, "--map-root-user")
+    if subprocess.run([*hide, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs mount namespaces")
+    command = [*hide, sys.executable, "-c", NO_CHILDREN]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    assert output.stdout == (
+        f"{HERE}:Trouble needs /proc/PID/task/TID/children (CONFIG_PROC_CHILDREN)\n"
+    )
+
+
+FEW_PROCESSES = """
+import resource
+from tests.unit.workers.test_properties import expected, open_pool, play
+resource.setrlimit(resource.RLIMIT_NPROC, (6, 6))
+with open_pool("Trouble") as pool:
+    assert play(pool, [{}] * 8) == [expected(place) for place in range(8)]
+"""
+
+
+def test_conversations_wait_while_the_system_has_no_room_for_processes(tmp_path):
+    """As another user, to whom a limit applies: of 6, three are those of the pool and its user."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    become = ["setpriv", "--reuid", "65534", "--clear-groups"]
+    become += [f"--{one}-caps=+dac_read_search,+dac_override" for one in ("inh", "ambient")]
+    command = [*become, sys.executable, "-B", "-c", FEW_PROCESSES]
+    subprocess.run(command, check=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)})
+
+
+def test_closed_standard_streams_of_the_run_change_nothing(tmp_path):
+    program = f"""
+from tests.unit.workers.test_properties import expected, open_pool, play
+with open_pool("Trouble") as pool:
+    assert play(pool, [{{}}]) == [expected(0)]
+open({str(tmp_path / "done")!r}, "w")
+"""
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, program]
+    subprocess.run(command, check=True, timeout=120)
+    assert (tmp_path / "done").exists()
+
+
+def test_journal_with_other_lines_repeats_only_their_calls(tmp_path):
+    """As a full disk or a power failure leaves it."""
+    lives = []
+    for _ in range(2):
+        with open_pool("Counts") as pool:
+            pool.use_journal(tmp_path / "journal")
+            lives.append(play(pool, [{"folder": str(tmp_path)}]))
+        (file,) = [one for one in (tmp_path / "journal").iterdir() if one.stat().st_size]
+        first, second, *rest = file.read_bytes().splitlines(keepends=True)
+        other = [b"\0" * 100 + b"\n", b'"x"\n', b'{"turn": 1}\n', b"[" * 10_000 + b"\n", b"\xff\n"]
+        file.write_bytes(b"".join([first, second[:50], *other, second, *rest, second[:50]]))
+    assert lives[0] == lives[1] == [expected(0)]
+    assert len((tmp_path / "calls").read_text()) == PER_CONVERSATION
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_journal_that_cannot_be_written_ends_the_run(tmp_path, size):
+    """A limit of the size of files in place of a full disk: no byte, or a part of a line."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    pool = open_pool("Trouble")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pool:
+        pool.use_journal(tmp_path)
+        with pytest.raises(BrokenEnvironmentError, match=f"cannot write its journal {tmp_path}"):
+            play(pool, [{}])
+
+
+def test_journal_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.jsonl").mkdir()
+    with open_pool("Trouble") as pool:
+        pool.use_journal(tmp_path)
+        with pytest.raises(BrokenEnvironmentError, match=r"IsADirectoryError: .*a.jsonl"):
+            play(pool, [{}])
 
 
 def test_failed_and_late_calls_are_not_repeated_by_a_resumed_run(tmp_path):

@@ -1,9 +1,12 @@
 """Environments and verifiers that do what goes wrong in a month of agents; no torch here."""
 
 import asyncio
+import builtins
+import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -40,13 +43,14 @@ def limits_of_signals():
     """Return how processes ended that were sent a signal; without it they end with other codes."""
     command = ["timeout", "--kill-after=50", "0.2", "sleep", "100"]  # 137 if it had to be killed
     status = subprocess.run(command, check=False).returncode
-    popen = subprocess.Popen(["sleep", "100"])
+    popen, other = subprocess.Popen(["sleep", "100"]), subprocess.Popen(["sleep", "100"])
     popen.terminate()
+    other.send_signal(signal.SIGQUIT)
     forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
     forked.start()
     forked.terminate()
     forked.join()
-    return [status, popen.wait(), forked.exitcode]
+    return [status, popen.wait(), other.wait(), forked.exitcode]
 
 
 def look_for_secrets():
@@ -57,12 +61,28 @@ def look_for_secrets():
             seen.append(file.read_bytes())
         except OSError:
             continue
-    try:
-        os.kill(int(os.environ["TRAINER"]), 0)
-        can_signal = True
-    except PermissionError:
-        can_signal = False
+    can_signal = False
+    for pid in (int(os.environ["TRAINER"]), os.getppid()):  # and that of all conversations
+        with contextlib.suppress(PermissionError):
+            os.kill(pid, 0)
+            can_signal = True
     return {"secret": any(b"=top-secret" in text for text in seen), "can_signal": can_signal}
+
+
+class NamelessError(Exception):
+    """An error without a description."""
+
+    def __str__(self):
+        raise LookupError("no text")
+
+
+def write_to_sockets():
+    """Write what is no answer to all sockets of this process, the last without an end of line."""
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "socket:" in os.readlink(file):
+                os.write(int(file.name), b'garbage\n5\n[]\n{}\n{"number": null}\n' + b"[" * 10_000)
+                os.write(int(file.name), b"\nhalf a line")
 
 
 class Trouble:
@@ -166,6 +186,57 @@ class Trouble:
     def closes_descriptors(self, message):
         os.closerange(3, 100)
 
+    def raises_without_text(self, message):
+        raise NamelessError
+
+    def raises_100_mb(self, message):
+        raise ValueError("x" * 100_000_000)
+
+    def returns_10_gb_number(self, message):
+        return Answer(reward=10**5000)
+
+    def keeps_memory_full(self, message):
+        self.kept = []
+        for size in (2**28, 2**20, 2**12, 2**6):
+            with contextlib.suppress(MemoryError):
+                while True:
+                    self.kept.append(bytes(size))
+        raise MemoryError
+
+    def writes_to_its_socket(self, message):
+        write_to_sockets()
+
+    def forks_and_returns(self, message):
+        os.fork()
+
+    def forks_and_exits(self, message):
+        if os.fork() == 0:
+            sys.exit(3)
+        _, status = os.wait()
+        if os.waitstatus_to_exitcode(status) != 3:
+            raise LookupError(f"exit status {status}")
+
+    def starts_programs(self, message):
+        """With all descriptors that programs inherit: none of them answers for a conversation."""
+        command = ["ls", "-l", "/proc/self/fd"]
+        files = subprocess.run(command, close_fds=False, capture_output=True, check=True).stdout
+        if b"socket:" in files:
+            raise LookupError(files)
+
+    def breaks_what_replies_need(self, message):
+        builtins.len = None
+        json.dumps = None
+
+    def changes_its_process(self, message):
+        os.chdir("/")
+        os.umask(0o777)
+        os.environ.clear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        for request in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(request, signal.SIG_IGN)
+        sys.stdout.close()
+        os.closerange(0, 3)
+
 
 TROUBLES = [name for name in vars(Trouble) if name[0] != "_" and name not in ("step", "close")]
 
@@ -220,6 +291,18 @@ class Deaf(Trouble):
             time.sleep(0.01)
 
 
+class Counts(Trouble):
+    """Counts all calls in a file; they are not called again to restore the state."""
+
+    async def step(self, message):
+        with Path(self.row["folder"], "calls").open("a") as file:
+            file.write("x")
+        return await super().step(message)
+
+    def replay(self, turns):
+        self.turns = len(turns)
+
+
 class ClosesAsync(Trouble):
     async def close(self):
         await asyncio.sleep(0.01)
@@ -251,7 +334,20 @@ def verify(text, ground_truth, data_source):
         case "leave":
             verify.left = start_everything(data_source)
             time.sleep(1000)
+        case "keep":  # descriptors, processes and memory
+            verify.kept.append(os.open("/dev/null", os.O_RDONLY))
+            verify.kept.append(subprocess.Popen(["sleep", "1234"]))
+            verify.kept.append(bytes(int(ground_truth)))
+        case "socket":
+            write_to_sockets()
+        case "fork":
+            os.fork()
+        case "nameless":
+            raise NamelessError
         case "thread":  # which takes the interpreter for seconds, after the call
             hold = threading.Thread(target=lambda: (time.sleep(0.2), 7 ** (10**8)), daemon=True)
             hold.start()
     return float(len(text) % 10)
+
+
+verify.kept = []
