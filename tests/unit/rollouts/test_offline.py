@@ -295,8 +295,8 @@ def test_missing_column_or_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs an engine"),
-        ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs an engine"),
+        ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs responses that an engine"),
+        ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs responses that an engine"),
         (
             {"offline": {"rollouts": None, "behavior": "m"}},
             r"offline\.behavior=m: no effect with offline\.rollouts=null",
