@@ -56,7 +56,7 @@ MAX_SIZE = 16  # maximum tensor, pipeline and context parallel size
 MIN_TOKENS = 1024  # minimum tokens of a full pack on one rank
 MAX_ENGINE_SHARE = 0.9  # of a device's memory
 MAX_DRY_RUNS = 96  # of one search: half a minute on two cores
-LARGER_PACKS = 2  # layouts for which larger packs are tried
+LARGER_PACKS = 2  # layouts on shared and on separate ranks for which larger packs are tried
 PHASES = ("rollout", "behavior", "train", "push", "offload")
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
@@ -774,17 +774,28 @@ def search(
         progress(f"{count} dry runs, {total - len(queue)} of {total} layouts{best}")
     is_complete = not queue or _is_complete(options, queue[0][0], top)
     left = len(queue)
-    options, further = (
-        _with_larger_packs(planner, dry_runs, options[:LARGER_PACKS], fixed)
-        + options[LARGER_PACKS:top],
-        options[top:],
-    )
+    options, further = options[:top], options[top:]
+    first = [
+        option
+        for of_kind in (_is_shared, _is_split)
+        for option in list(filter(of_kind, options))[:LARGER_PACKS]
+    ]
+    rest = [option for option in options if option not in first]
+    options = _with_larger_packs(planner, dry_runs, first, fixed) + rest
     pushed = sorted(map(planner.with_push, options), key=lambda option: option.step_seconds)
     return Search(
         planner.shape, planner.device, devices, planner.workload, pushed + further, rejected,
         slower=left if is_complete else 0, unmeasured=0 if is_complete else left,
         dry_runs=len(dry_runs.done),
     )  # fmt: skip
+
+
+def _is_split(option: Option) -> bool:
+    return option.layout.engine_ranks > 0
+
+
+def _is_shared(option: Option) -> bool:
+    return not _is_split(option)
 
 
 def _measure(
