@@ -158,9 +158,9 @@ def overlapped_seconds(
 ) -> float:
     """Return the seconds of a step in which other ranks generate, from those of its phases.
 
-    Whatever the lag, a push waits for the updates and the generation beside them. Scoring follows
-    it, beside the next generation. Of several batches between two pushes all are generated during
-    the first step, and scored when they are there.
+    Whatever the lag, a push waits for the updates and for the simultaneous generation. Scoring
+    follows it, during the next generation. Several batches between two pushes are all generated
+    during the first step, and scored afterwards.
     """
     if batches == 1:
         return push + max(rollout, behavior + train)
@@ -559,7 +559,7 @@ class Planner:
             found.append((awake + further, scoring, stage["asleep"], states - spread))
         train, behavior, asleep, states = map(max, zip(*found, strict=True))
         buckets = self._bucket_bytes
-        if layout.engine_ranks:  # no engine beside the actor, no actor beside the engine
+        if layout.engine_ranks:  # neither shares a device with the other
             return {
                 "rollout": buckets + RESERVE,
                 "behavior": behavior + prepared + RESERVE,
@@ -689,7 +689,7 @@ class Planner:
     def least_asleep(self, layout: Layout) -> float:
         """Return bytes of a sleeping actor's weights, and of the reserve.
 
-        Beside engines on ranks of their own, those of a push take the place of the weights.
+        For engines on ranks of their own: buckets of a push and the reserve.
         """
         if layout.engine_ranks:
             return self._bucket_bytes + RESERVE

@@ -385,7 +385,7 @@ def simulated_seconds(rollout, behavior, train, push, *, lag, batches, steps=60)
     times = []
     for step in range(1, steps + 1):
         is_ordered = (step - 1) % batches == 0 and step > 1
-        if is_ordered:  # beside this step, right after the push that the step before ended with
+        if is_ordered:  # during this step, right after the push that the step before ended with
             engines += batches * rollout
             generated += batches
         if step > 1 and (pending := generated - scored - batches * is_ordered):
@@ -436,7 +436,7 @@ def test_layouts_of_engines_on_ranks_of_their_own(tmp_path, dry_runs, planner, r
         assert max(option.memory.values()) <= 1
         assert apart.least_seconds(layout, apart.engine_beside(layout, 0)) <= option.step_seconds
         assert apart.least_memory(layout) <= option.memory["train"] * H100.memory
-    # The same ranks train without a sleeping engine beside them, and with their optimizer's states.
+    # The same ranks train without a sleeping engine, and with their optimizer's states.
     layout = replace(every[0], tensor=1, pipeline=1, data=4, engine_ranks=4, rollout_tensor=1)
     own, shared = (
         apart.evaluate(replace(layout, engine_ranks=engine_ranks), dry_runs)
@@ -497,7 +497,7 @@ def test_shares_of_ranks_that_generate():
 
 
 def test_push_to_other_ranks_has_every_weight_once_for_each_node():
-    """Of two nodes of engines, each receives every weight once, and forwards within."""
+    """Each of two nodes of engines receives every weight once, and forwards it within."""
     shape = replace(MODELS[SMALL], num_layers=2)
     layout = Layout(tensor=2, data=4, rollout_tensor=4, engine_ranks=16)
     volume = link_bytes(shape, layout, layout.engine_layout, per_node=8)
