@@ -516,6 +516,27 @@ def test_push_to_other_ranks_has_every_weight_once_for_each_node():
     assert one_node.between == 0 and one_node.ranks == 4
 
 
+def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
+    sizes = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "rollout.tensor=1",
+             "trainer.recompute=full", "trainer.tokens_per_micro_batch=16384"]  # fmt: skip
+
+    def own(*arguments):
+        options = cli._parse(["plan", SMALL, "--devices", "8", *sizes, *arguments])
+        text = plan_command._plan(options)
+        rows = [line.split("|")[0].split() for line in text.splitlines()]
+        return text, {int(row[-1]) for row in rows if len(row) == 8 and row[0].isdigit()}
+
+    lag, answers = "lag.batches=1", ("--turns", "4", "--answer-seconds", "60,120")
+    assert own()[1] == own(lag, "parallel.engine_ranks=null")[1] == {0}
+    text, found = own(lag, *answers)
+    assert {0, 4, 7} <= found
+    assert "in 4 turns; answers take 60 s, 95% of them at most 120 s" in text
+    file = tmp_path / "planned.yaml"
+    assert own(lag, "parallel.engine_ranks=4", "--write", str(file))[1] == {4}
+    assert load_config(file).parallel.engine_ranks == 4
+
+
 def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, monkeypatch, capsys):
     """The busiest rank's share of a mixture of experts is that of the memory check."""
     monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
