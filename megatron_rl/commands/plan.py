@@ -19,6 +19,7 @@ LAYOUT_KEYS = {
     "parallel.context": "context",
     "parallel.expert": "expert",
     "parallel.expert_tensor": "expert_tensor",
+    "parallel.engine_ranks": "engine_ranks",
     "rollout.tensor": "rollout_tensor",
     "trainer.recompute": "recompute",
     "trainer.tokens_per_micro_batch": "tokens",
@@ -37,6 +38,11 @@ def add_parser(commands: Commands) -> None:
         option("--mean-response", "Mean response length. Default: 45%% of the limit.",
                type=int, metavar="TOKENS"),
         option("--mean-prompt", "Mean prompt length. Default: 160.", type=int, metavar="TOKENS"),
+        option("--turns", "Mean turns of a conversation. Default: environment.max_turns.",
+               type=count, metavar="N"),
+        option("--answer-seconds", "Seconds in which an environment answers a turn: their mean, "
+               "and their 95th percentile, by default the mean. Default: 0.",
+               type=_answers, metavar="MEAN[,P95]"),
         option("--top", "Rows to print. Default: %(default)s.", type=int, default=10, metavar="N"),
         option("--rejected", "Also list every rejected layout and the reason."),
         option("--write", "Write the config of the layout in --choice.", metavar="FILE"),
@@ -48,8 +54,21 @@ def add_parser(commands: Commands) -> None:
         "with memory and seconds of each phase, from dry runs (docs/planning.md), whose counts are "
         "kept in ~/.cache/megatron_rl. Lengths, "
         "batch sizes and epochs are taken from --config; parallel.* and rollout.tensor given as "
-        "key=value are kept fixed, and rollout.gpu_memory_utilization is not exceeded.",
+        "key=value are kept fixed, and rollout.gpu_memory_utilization is not exceeded. With a lag, "
+        "engines on ranks of their own are tried too, unless parallel.engine_ranks is given.",
     )  # fmt: skip
+
+
+def _answers(text: str) -> tuple[float, float]:
+    try:
+        mean, p95 = map(float, text.split(",") if "," in text else (text, text))
+    except ValueError:
+        mean = p95 = -1.0
+    if mean < 0 or p95 < mean:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mean with a 95th percentile above it; write it as 60 or 60,180"
+        )
+    return mean, p95
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -63,11 +82,11 @@ def _plan(options: argparse.Namespace) -> str:
     import os
     import tempfile
 
-    from megatron_rl.apps.planning.generation import workload_of
+    from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.models import find_shape, with_built_in_model
     from megatron_rl.apps.planning.rates import find_device
     from megatron_rl.apps.planning.report import config_text, describe, require_fit
-    from megatron_rl.apps.planning.search import DryRuns, Planner, search
+    from megatron_rl.apps.planning.search import DryRuns, Planner, search, shares
 
     config, fixed = _read(options)
     if options.write is not None and Path(options.write).exists():
@@ -76,12 +95,24 @@ def _plan(options: argparse.Namespace) -> str:
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
     shape = find_shape(options.model)
+    answers = Answers(*options.answer_seconds) if any(options.answer_seconds or ()) else None
     workload = workload_of(
-        config, mean_prompt=options.mean_prompt, mean_response=options.mean_response
-    )
+        config, mean_prompt=options.mean_prompt, mean_response=options.mean_response,
+        turns=options.turns, answers=answers,
+    )  # fmt: skip
+    if answers is not None and workload.answers is None:
+        raise ConfigError(
+            "--answer-seconds: a single turn gets no answer that it waits for; set environment, or "
+            "--turns to 2 or more"
+        )
     workload.response_lengths()  # rejects an impossible mean before the search
+    if answers is not None:
+        answers.seconds(1)  # the same of answers
     if workload.longest > shape.max_position_embeddings:
         raise ConfigError(too_long(config, shape))
+    has_lag = config.lag.batches > 0 or config.lag.policy is not None
+    if has_lag and "engine_ranks" not in fixed:
+        fixed["engine_ranks"] = (0, *shares(device, options.devices))
     with tempfile.TemporaryDirectory() as folder:
         planner = Planner(with_built_in_model(config, Path(folder)), shape, device, workload)
         if any(each.startswith("rollout.gpu_memory_utilization=") for each in options.overrides):
@@ -124,11 +155,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
     config = parse_config(values)
-    if config.parallel.engine_ranks is not None:
-        raise ConfigError(
-            f"parallel.engine_ranks={config.parallel.engine_ranks}: `plan` searches layouts whose "
-            "ranks train and generate in turn; unset it, or measure your split by `dry-run`"
-        )
     if config.data.epochs is not None:
         from megatron_rl.preflight.start import resolve_epochs
 
@@ -139,4 +165,17 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
         if key in LAYOUT_KEYS:
             section, _, name = key.partition(".")
             fixed[LAYOUT_KEYS[key]] = getattr(getattr(config, section), name)
+    if config.parallel.engine_ranks is not None or "engine_ranks" in fixed:
+        fixed["engine_ranks"] = _check_split(config, options.devices)
     return config, fixed
+
+
+def _check_split(config: Config, devices: int) -> int:
+    """Return the ranks that only generate, 0 if all do both; they must leave some that train."""
+    number = config.parallel.engine_ranks or 0
+    if number >= devices:
+        raise ConfigError(
+            f"parallel.engine_ranks={number} of {devices} devices leaves none that trains; lower "
+            "it, or give more --devices"
+        )
+    return number

@@ -107,7 +107,7 @@ def moments(
     training = {
         f"the actor's peak, {phase}": dry_run.peak,
         "prepared packs": prepared_bytes(config, dry_run),
-        **({"a sleeping engine": ENGINE_ASLEEP} if is_shared else {}),
+        **_engine_beside_training(config, device_bytes),
         "reserve": RESERVE,
     }
     further = max(0, dry_run.communicators - RESERVED_COMMUNICATORS)
@@ -149,6 +149,16 @@ def moments(
         Moment(ENGINE, share, engine),
         *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
     ]
+
+
+def _engine_beside_training(config: Config, device_bytes: int | None) -> dict[str, int]:
+    """Return what an engine on the same device keeps: its whole share if requests are paused."""
+    if config.parallel.engine_ranks is not None:
+        return {}
+    if config.lag.partial_rollouts is None or device_bytes is None:
+        return {"a sleeping engine": ENGINE_ASLEEP}
+    share = math.ceil(config.rollout.gpu_memory_utilization * device_bytes)
+    return {"an engine with paused requests (rollout.gpu_memory_utilization)": share}
 
 
 def _pinned_bytes(config: Config, dry_run: DryRun, *, engine: int) -> dict[str, int]:
@@ -443,7 +453,7 @@ def candidates(config: Config, moment: Moment, *, processes: int) -> Iterator[di
         return
     rollout = config.rollout
     fractions = [tenths / 10 for tenths in range(1, 9)]
-    if moment.name == GENERATING:
+    if moment.name == GENERATING or (moment.name == TRAINING and config.lag.partial_rollouts):
         lower = [f for f in reversed(fractions) if f < rollout.gpu_memory_utilization]
         yield from ({"rollout.gpu_memory_utilization": fraction} for fraction in lower)
     if moment.name == ENGINE:

@@ -6,16 +6,19 @@ truncated at the response limit, in a fixed shuffled order.
 One decoding step reads the engine's weights once and the keys and values of every running sequence
 (Pope et al., "Efficiently Scaling Transformer Inference", arXiv 2211.05102). Sequences end at
 different lengths, so the batch shrinks: the engine with the longest sequence is simulated from one
-end of a sequence to the next.
+end of a sequence to the next. A conversation that waits for its environment takes no place in the
+batch, and its cache is found again.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist, fmean
 
@@ -33,6 +36,36 @@ MEAN_PART = 0.45  # default mean response length as a fraction of the limit
 MEAN_PROMPT = 160  # tokens; approximately that of DAPO-Math-17k
 
 
+Request = tuple[int, tuple[int, ...]]  # tokens of a response before it, and those of each turn
+SCORE_95 = NormalDist().inv_cdf(0.95)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Seconds in which environments answer a turn: log-normal, by mean and 95th percentile."""
+
+    mean: float
+    p95: float
+
+    def seconds(self, count: int) -> tuple[float, ...]:
+        """Return `count` quantiles in a fixed shuffled order.
+
+        Raises UserError if no log-normal distribution has this mean and percentile.
+        """
+        spread = SCORE_95**2 - 2 * math.log(self.p95 / self.mean)
+        if not 0 < self.mean <= self.p95 or spread < 0:
+            most = self.mean * math.exp(SCORE_95**2 / 2)
+            raise UserError(
+                f"answers with a mean of {self.mean:g} s and a 95th percentile of {self.p95:g} s "
+                f"are not log-normal: choose a percentile of {self.mean:g} to {most:.4g} s"
+            )
+        sigma = SCORE_95 - math.sqrt(spread)
+        normal, median = NormalDist(), self.mean * math.exp(-(sigma**2) / 2)
+        found = [median * math.exp(sigma * normal.inv_cdf((i + 0.5) / count)) for i in range(count)]
+        random.Random(0).shuffle(found)
+        return tuple(found)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Responses and updates of one step; lengths in tokens."""
@@ -46,6 +79,11 @@ class Workload:
     mean_prompt: int
     mean_response: int
     max_num_seqs: int  # concurrent sequences per engine
+    batches: int = 1  # generated together, between two weight syncs
+    every_tokens: int = 0  # of a window of partial rollouts; 0: responses are generated whole
+    keeps_cache: bool = True  # between two windows
+    turns: int = 1  # of the policy in every conversation, equally long
+    answers: Answers | None = None  # of environments; None: they take no time
 
     @property
     def responses(self) -> int:
@@ -60,6 +98,40 @@ class Workload:
     def response_lengths(self) -> tuple[int, ...]:
         """Return the length of every response of a step, in generation order."""
         return clipped_lengths(self.responses, self.mean_response, self.max_response)
+
+    def requests(self, lengths: Sequence[int]) -> list[Request]:
+        """Divide responses into turns, or into the windows that one step generates.
+
+        With windows, a step continues responses of several rollout batches, older ones first.
+        """
+        if self.every_tokens:
+            windows = -(-self.max_response // self.every_tokens)
+            return [
+                (start, (min(self.every_tokens, length - start),))
+                for start in range((windows - 1) * self.every_tokens, -1, -self.every_tokens)
+                for length in lengths
+                if length > start
+            ]
+        if self.answers is None:
+            return [(0, (length,)) for length in lengths]
+        cuts = [
+            [length * turn // self.turns for turn in range(self.turns + 1)] for length in lengths
+        ]
+        return [(0, tuple(b - a for a, b in itertools.pairwise(cut) if b > a)) for cut in cuts]
+
+    @property
+    def scored_part(self) -> float:
+        """Tokens of a pass for behavior log-probs in each step, over those of a rollout batch.
+
+        Each window that recomputes its cache is scored, with what comes before it, by its weights.
+        """
+        if not self.every_tokens:
+            return 1.0
+        lengths = self.response_lengths()
+        read = [start + new for start, (new,) in self.requests(lengths)]
+        return sum(self.mean_prompt + each for each in read) / sum(
+            self.mean_prompt + length for length in lengths
+        )
 
     def packs(self, *, ranks: int, budget: int, alignment: int) -> Packs:
         """Pack one minibatch as the trainer does; return the busiest data-parallel rank's packs."""
@@ -76,9 +148,19 @@ class Packs:
 
 
 def workload_of(
-    config: Config, *, mean_prompt: int | None = None, mean_response: int | None = None
+    config: Config,
+    *,
+    mean_prompt: int | None = None,
+    mean_response: int | None = None,
+    turns: int | None = None,
+    answers: Answers | None = None,
 ) -> Workload:
-    """Return the workload of a config, with default mean lengths."""
+    """Return the workload of a config, with default mean lengths.
+
+    turns: by default the maximum of `config.environment`.
+    """
+    if turns is None:
+        turns = config.environment.max_turns if config.environment else 1
     longest = config.max_packed_tokens - config.data.max_prompt_tokens  # with observations
     return Workload(
         prompts=config.rollout.prompts_per_step,
@@ -90,6 +172,11 @@ def workload_of(
         mean_prompt=mean_prompt or min(MEAN_PROMPT, config.data.max_prompt_tokens),
         mean_response=mean_response or max(1, round(MEAN_PART * longest)),
         max_num_seqs=config.rollout.max_num_seqs,
+        batches=config.lag.sync_weights_every,
+        every_tokens=config.lag.every_tokens,
+        keeps_cache=config.lag.keeps_cache,
+        turns=turns,
+        answers=answers if turns > 1 else None,
     )
 
 
@@ -245,42 +332,70 @@ class Engine:
         return sizes.weights - sizes.experts * unused
 
     def seconds(self, workload: Workload, *, engines: int) -> float:
-        """Estimate the time of a rollout batch: that of the engine with the longest response."""
-        lengths = share_with_the_longest(workload, engines)
-        prompt_reads = (
-            workload.mean_prompt * len(lengths) / workload.samples
-        )  # one prefill per group
-        return self.prefill_seconds(prompt_reads) + self._decode(lengths, workload)
+        """Estimate the time of generation between two weight syncs.
+
+        It is that of the engine with the longest response.
+        """
+        together = replace(workload, prompts=workload.batches * workload.prompts)
+        lengths = share_with_the_longest(together, engines)
+        reads = workload.mean_prompt * len(lengths) / workload.samples  # one prefill per group
+        if not workload.keeps_cache:
+            reads += sum(start for start, _ in workload.requests(lengths))
+        return self.prefill_seconds(reads) + self._decode(lengths, workload)
 
     def _decode(self, lengths: list[int], workload: Workload) -> float:
-        waiting, now, seconds = deque(lengths), 0, 0.0
+        waiting, now, seconds = deque(workload.requests(lengths)), 0, 0.0
+        answers = _answer_seconds(workload, len(lengths))
         prompt = workload.mean_prompt + self.state_tokens
-        running: list[tuple[int, int]] = []  # (end step, start step)
+        running: list[tuple[int, int, int, tuple[int, ...]]] = []  # end and start step, and rest
+        asked: list[tuple[float, Request]] = []  # what continues at a time
         context = 0.0  # tokens of all running sequences
-        while waiting or running:
+        while waiting or running or asked:
+            while asked and (asked[0][0] <= seconds or not (waiting or running)):
+                answered, request = heapq.heappop(asked)
+                seconds = max(seconds, answered)
+                waiting.append(request)
             while (
                 waiting
                 and len(running) < workload.max_num_seqs
-                and (not running or context + prompt < ADMITTED * self.cached_tokens)
+                and (not running or context + prompt + waiting[0][0] < self._admitted)
             ):
-                heapq.heappush(running, (now + waiting.popleft(), now))
-                context += prompt
+                before, turns = waiting.popleft()
+                heapq.heappush(running, (now + turns[0], now, before, turns[1:]))
+                context += prompt + before
             steps = running[0][0] - now
             free_steps = int((self.cached_tokens - context) // len(running))
             if free_steps < steps and len(running) > 1:  # the cache fills up: one is preempted
                 steps = max(1, free_steps)
-            seconds += steps * self.step_seconds(len(running), context + len(running) * steps / 2)
+            each = self.step_seconds(len(running), context + len(running) * steps / 2)
+            if asked and steps * each > asked[0][0] - seconds:  # another joins earlier
+                steps = max(1, math.ceil((asked[0][0] - seconds) / each))
+                each = self.step_seconds(len(running), context + len(running) * steps / 2)
+            seconds += steps * each
             now, context = now + steps, context + steps * len(running)
             while running and running[0][0] <= now:
-                end, start = heapq.heappop(running)
-                context -= prompt + end - start
+                end, start, before, turns = heapq.heappop(running)
+                context -= prompt + before + end - start
+                if turns:
+                    heapq.heappush(asked, (seconds + next(answers), (before + end - start, turns)))
             if context >= self.cached_tokens - len(running) and len(running) > 1:
                 last = max(running, key=lambda sequence: sequence[1])
                 running.remove(last)
                 heapq.heapify(running)
-                context -= prompt + now - last[1]
-                waiting.append(last[0] - last[1])
+                end, start, before, turns = last
+                context -= prompt + before + now - start
+                waiting.append((before, (end - start, *turns)))
         return seconds
+
+    @property
+    def _admitted(self) -> float:
+        return ADMITTED * self.cached_tokens
+
+
+def _answer_seconds(workload: Workload, conversations: int) -> Iterator[float]:
+    if workload.answers is None:
+        return iter(())
+    return iter(workload.answers.seconds(conversations * (workload.turns - 1)))
 
 
 def share_with_the_longest(workload: Workload, engines: int) -> list[int]:

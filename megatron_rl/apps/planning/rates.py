@@ -160,13 +160,17 @@ def push_seconds(
 ) -> float:
     """Estimate the duration of one push: of all weights, or of adapters alone to every rank.
 
-    engine_weights: elements of one engine rank. adapters: rank and targets, if they are sent alone.
+    engine: on the ranks of `layout`, or on those that follow them. engine_weights: elements of one
+    engine rank. adapters: rank and targets, if they are sent alone.
     """
     if adapters is not None:
         count = count_adapter_parameters(shape, rank=adapters[0], targets=adapters[1])
-        rate = device.link_gb_s if layout.world_size <= device.per_node else device.network_gb_s
+        rate = device.link_gb_s if engine.ranks.stop <= device.per_node else device.network_gb_s
         return FIXED_SECONDS + IMBALANCE * 2 * count / (rate * 1e9 * RATES.link)
-    volume = push_bytes(shape, layout, engine.tensor, device.per_node)
+    if engine.first:
+        volume = link_bytes(shape, layout, engine, device.per_node)
+    else:
+        volume = push_bytes(shape, layout, engine.tensor, device.per_node)
     ways = {"within": device.link_gb_s, "between": device.network_gb_s}
     wire = sum(
         IMBALANCE * getattr(volume, way) / volume.ranks / (rate * 1e9 * RATES.link)
@@ -199,8 +203,43 @@ def push_bytes(
     return _push_bytes(shape, smaller, rollout_tensor, per_node)
 
 
+def link_bytes(
+    shape: ModelShape, layout: ActorLayout, engine: EngineLayout, per_node: int
+) -> PushBytes:
+    """Compute bytes of a push to other ranks from the plan for one replica and one node of engines.
+
+    Each node of engines receives the same. The result is of the busier side's ranks: those of the
+    smaller side, except for what engines forward to others of their node.
+    """
+    slices = layout.tensor if layout.expert_tensor is None else layout.expert_tensor
+    model = layout.tensor * layout.pipeline
+    replica = math.lcm(model, layout.pipeline * layout.expert * slices)
+    is_one = engine.ranks.stop <= per_node
+    senders = replica if is_one else math.lcm(replica, per_node)
+    receivers = min(engine.world_size, math.lcm(per_node, engine.tensor))
+    smaller = ActorLayout(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        expert=layout.expert,
+        expert_tensor=slices,
+        data=senders // model,
+    )
+    node = senders + receivers if is_one else per_node
+    volume = _push_bytes(shape, smaller, engine.tensor, node, engines=receivers)
+    ranks, times = min(layout.world_size, engine.world_size), engine.world_size / receivers
+    forwarded = 1.0 if is_one else ranks / engine.world_size
+    return PushBytes(ranks, times * volume.within * forwarded, times * volume.between)
+
+
 @lru_cache(maxsize=256)
-def _push_bytes(shape: ModelShape, layout: ActorLayout, rollout: int, node: int) -> PushBytes:
+def _push_bytes(
+    shape: ModelShape,
+    layout: ActorLayout,
+    rollout: int,
+    node: int,
+    engines: int = 0,
+) -> PushBytes:
+    """Count the bytes of a push to engines on the same ranks, or on `engines` ranks after them."""
     ranks = layout.world_size
     small = replace(shape, num_layers=layout.pipeline)
     depth, experts = shape.num_layers / layout.pipeline, 1
@@ -209,7 +248,8 @@ def _push_bytes(shape: ModelShape, layout: ActorLayout, rollout: int, node: int)
         # Layers without experts count as layers with them.
         few = replace(shape.experts, num_experts=layout.expert, first_layer=0, groups=1)
         small = replace(small, experts=few)
-    slices = plan_slices(small, layout, EngineLayout(rollout, ranks), ranks_per_node=node)
+    destination = EngineLayout(rollout, engines or ranks, first=ranks if engines else 0)
+    slices = plan_slices(small, layout, destination, ranks_per_node=node)
     within = between = 0.0
     for name, of_tensor in slices.items():
         times = (depth if ".layers." in name else 1) * (experts if ".experts." in name else 1)

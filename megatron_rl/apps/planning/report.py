@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.apps.planning.fit import ResponseBytes, response_bytes
+from megatron_rl.apps.planning.generation import Workload
 from megatron_rl.apps.planning.rates import Device
 from megatron_rl.apps.planning.search import PHASES, Option, Planner, Search
 from megatron_rl.config import Config, dump_config, parse_config
@@ -24,19 +25,22 @@ PROBLEMS = 30  # assumed size of an evaluation set whose file does not exist her
 SIMILAR = 0.10  # step times closer than this are equal within the planner's error
 _NEEDED = re.compile(r"needs [\d.]+ of")
 HEADER = (
-    "  #  tp pp cp ep  dp vllm | recompute  tokens | rollout behavior  train push offload   step |"
-    "  hours | rollout behavior  train   push | share   GiB\n"
-    "                          |            of a   |              seconds of one step            |"
-    " of the |   GiB on a device at that moment | of the engine\n"
-    "                          |            pack   |                                             |"
-    "    run |"
+    "  #  tp pp cp ep  dp vllm  own | recompute  tokens | "
+    "rollout behavior  train push offload   step |  hours | "
+    "rollout behavior  train   push | share   GiB\n"
+    "                               |            of a   | "
+    "             seconds of one step            | of the | "
+    "  GiB on a device at that moment | of the engine\n"
+    "                               |            pack   | "
+    "                                            |    run |"
 )
 LOADERS = """on {name} vLLM may choose kernels for experts that need its loaders: a push then keeps
   {size:.1f} GiB more for each pipeline stage, which is not counted in this table, and is not
   priced; rollout.engine.moe_backend=triton writes experts directly"""
 LEGEND = """tokens: per pack, before parallel.context splits it. offload: optimizer states to the
   host and back. GiB: of {room:.1f} on a device, including the engine (4 while it sleeps) and a
-  reserve of 6. share: rollout.gpu_memory_utilization, for the engine's weights and cache."""
+  reserve of 6. share: rollout.gpu_memory_utilization, for the engine's weights and cache. own:
+  parallel.engine_ranks, which only generate while the others train; 0: all do both in turn."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,9 @@ def run_cost(option: Option, planner: Planner, devices: int) -> RunCost:
         ),
         assumed=tuple(name for name, count in problems.items() if not count),
         disk=disk_needs(config, RunDirectory(Path(config.run.dir) / "planned"), planner.shape),
-        host_bytes=option.host_bytes * min(devices, planner.device.per_node),
+        host_bytes=option.host_bytes * min(option.layout.world_size, planner.device.per_node),
         prepared_bytes=option.prepared_bytes,
-        responses=response_bytes(config_of(option, config), trainers=devices),
+        responses=response_bytes(config_of(option, config), trainers=option.layout.world_size),
     )
 
 
@@ -115,8 +119,10 @@ def evaluation_seconds(option: Option, planner: Planner, problems: int) -> float
     layout, settings = option.layout, planner.config.eval
     samples = 1 if settings.temperature == 0 else settings.samples
     engine = planner.engine(layout, int(option.gpu_memory_utilization * planner.device.memory))
-    workload = replace(planner.workload, prompts=problems, samples=samples)
-    return engine.seconds(workload, engines=layout.world_size // layout.rollout_tensor)
+    workload = replace(
+        planner.workload, prompts=problems, samples=samples, batches=1, every_tokens=0
+    )
+    return engine.seconds(workload, engines=layout.engines)
 
 
 def describe(
@@ -133,7 +139,7 @@ def describe(
     lines = [
         f"{size:.1f}B parameters on {result.devices} x {result.device.name}: {load.prompts} x "
         f"{load.samples} responses of {load.mean_response} tokens (maximum {load.max_response}), "
-        f"{load.epochs} epochs of {load.minibatches} minibatches",
+        f"{load.epochs} epochs of {load.minibatches} minibatches{_describe_turns(load)}",
         f"{len(result.options)} layouts fit, {', '.join(others)}; memory, FLOPs and traffic of "
         f"{result.dry_runs} dry runs",
         *_uncounted(result),
@@ -150,6 +156,16 @@ def describe(
         lines.append("rejected (--rejected lists every layout):")
         lines += [f"  {count} x {reason}" for reason, count in reasons.most_common(8)]
     return "\n".join(lines)
+
+
+def _describe_turns(load: Workload) -> str:
+    """Format what conversations wait for; nothing where answers take no time."""
+    if load.answers is None:
+        return ""
+    return (
+        f", in {load.turns} turns; answers take {load.answers.mean:g} s, 95% of them at most "
+        f"{load.answers.p95:g} s"
+    )
 
 
 def _uncounted(result: Search) -> list[str]:
@@ -182,11 +198,12 @@ def _rows(result: Search, planner: Planner, top: int) -> list[str]:
 def _row(number: int, option: Option, planner: Planner, result: Search) -> str:
     layout, room = option.layout, result.device.memory_gib
     rollout, behavior, train, push, offload = (option.seconds[phase] for phase in PHASES)
+    engines = f"{layout.rollout_tensor:4d} {layout.engine_ranks:4d}"
     gib = {phase: part * room for phase, part in option.memory.items()}
     hours = run_cost(option, planner, result.devices).hours
     return (
         f"{number:3d}  {layout.tensor:2d} {layout.pipeline:2d} {layout.context:2d} "
-        f"{layout.expert:2d} {layout.data:3d} {layout.rollout_tensor:4d} | "
+        f"{layout.expert:2d} {layout.data:3d} {engines} | "
         f"{layout.recompute:9s} {layout.tokens:7d} | "
         f"{rollout:7.1f} {behavior:8.1f} {train:6.1f} {push:4.1f} {offload:7.1f} "
         f"{option.step_seconds:6.0f} | {hours:6.1f} | "
@@ -238,6 +255,7 @@ def config_of(option: Option, base: Config) -> Config:
         "expert_tensor": layout.expert_tensor if layout.expert > 1 else None,
         "virtual_stages": 1,
         "stage_layers": None,
+        "engine_ranks": layout.engine_ranks or None,
     }
     values["rollout"] |= {
         "tensor": layout.rollout_tensor,

@@ -1,5 +1,7 @@
 """Search over all parallel layouts: which fit, their step times, and why others do not fit.
 
+With a lag, engines may have ranks of their own: then these and the others are laid out apart.
+
 A lower bound excludes layouts. Memory, FLOPs and traffic of the others come from dry runs of
 shallow models: two depths give a layer's part, so the cost does not grow with the model.
 """
@@ -54,7 +56,7 @@ MAX_SIZE = 16  # maximum tensor, pipeline and context parallel size
 MIN_TOKENS = 1024  # minimum tokens of a full pack on one rank
 MAX_ENGINE_SHARE = 0.9  # of a device's memory
 MAX_DRY_RUNS = 96  # of one search: half a minute on two cores
-LARGER_PACKS = 2  # layouts for which larger packs are tried
+LARGER_PACKS = 2  # layouts on shared and on separate ranks for which larger packs are tried
 PHASES = ("rollout", "behavior", "train", "push", "offload")
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # fastest first
@@ -69,12 +71,25 @@ Progress = Callable[[str], None]
 class Layout(ActorLayout):
     """Layout of the actor, its activation recomputation and the engines' tensor parallel size.
 
-    tokens: size of a pack, over all its context-parallel shards.
+    tokens: size of a pack, over all its context-parallel shards. engine_ranks: ranks that only
+    generate, besides those of the actor; 0: all ranks train and generate in turn.
     """
 
     rollout_tensor: int = 1
     recompute: Recompute = "none"
     tokens: int = 16384
+    engine_ranks: int = 0
+
+    @property
+    def engine_layout(self) -> EngineLayout:
+        """All engines."""
+        first = self.world_size if self.engine_ranks else 0
+        return EngineLayout(self.rollout_tensor, self.engine_ranks or self.world_size, first=first)
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        return (self.engine_ranks or self.world_size) // self.rollout_tensor
 
     @property
     def replicas(self) -> int:
@@ -111,7 +126,9 @@ class Layout(ActorLayout):
         return (
             f"tp{self.tensor} pp{self.pipeline} cp{self.context} ep{self.expert} "
             f"etp{self.expert_slices} dp{self.data} "
-            f"vllm{self.rollout_tensor} recompute={self.recompute} tokens={self.tokens}"
+            f"vllm{self.rollout_tensor} "
+            + (f"on {self.engine_ranks} ranks of their own " if self.engine_ranks else "")
+            + f"recompute={self.recompute} tokens={self.tokens}"
         )
 
 
@@ -122,14 +139,33 @@ class Option:
     layout: Layout
     gpu_memory_utilization: float  # the engine's share of the device
     memory: Mapping[str, float]  # by phase: fraction of the device, including reserves
-    seconds: Mapping[str, float]  # of one step, by phase
+    seconds: Mapping[str, float]  # of one step, by phase: means over the steps between two pushes
     host_bytes: int  # of one rank: what sleep offloads, and a reference policy
     prepared_bytes: int  # prepared packs of a rollout batch
+    batches: int = 1  # generated together, between two pushes
 
     @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
-        return sum(self.seconds.values())
+        if not self.layout.engine_ranks:
+            return sum(self.seconds.values())
+        rollout, behavior, train, push = (self.seconds[phase] for phase in PHASES[:4])
+        return overlapped_seconds(rollout, behavior, train, push, batches=self.batches)
+
+
+def overlapped_seconds(
+    rollout: float, behavior: float, train: float, push: float, *, batches: int = 1
+) -> float:
+    """Return the seconds of a step in which other ranks generate, from those of its phases.
+
+    Whatever the lag, a push waits for the updates and for the simultaneous generation. Scoring
+    follows it, during the next generation. Several batches between two pushes are all generated
+    during the first step, and scored afterwards.
+    """
+    if batches == 1:
+        return push + max(rollout, behavior + train)
+    first = max(batches * rollout, train)
+    return push + (first + batches * behavior + (batches - 1) * train) / batches
 
 
 @dataclass(frozen=True)
@@ -195,6 +231,7 @@ def probes_of(shape: ModelShape, layout: Layout) -> tuple[Probe, ...]:
         pipeline=min(layout.pipeline, 2),
         data=needed if layout.data == needed else 2 * needed,
         rollout_tensor=1,
+        engine_ranks=0,
     )
     one, two = before + period, before + 2 * period
     if layout.pipeline == 1:
@@ -386,15 +423,21 @@ class Planner:
         if memory[worst] > room:
             reason = f"{worst} needs {memory[worst] / GIB:.1f} of {self.device.memory_gib:.1f} GiB"
             return Rejection(layout, reason, memory[worst] / room)
-        engine = self.engine_beside(layout, memory["rollout"])
-        if misfit := self.cache_misfit(layout, engine, memory["rollout"]):
+        used = memory["rollout"]
+        if self._is_paused(layout):
+            used = max(used, memory["behavior"] - ENGINE_ASLEEP, memory["train"] - ENGINE_ASLEEP)
+        engine = self.engine_beside(layout, used)
+        if misfit := self.cache_misfit(layout, engine, used):
             return misfit
         fraction = engine.memory / room
         memory["rollout"] += fraction * room
+        if self._is_paused(layout):
+            memory |= {p: memory[p] - ENGINE_ASLEEP + engine.memory for p in ("behavior", "train")}
+            memory["push"] = memory["rollout"] + self._bucket_bytes
         optimizer = max(each["states optimizer"] for each in stages) * replicas
-        host = optimizer + self._reference_bytes(stages)
+        batches = self.workload.batches
         seconds = {
-            "rollout": self.rollout_seconds(engine, layout.world_size // layout.rollout_tensor),
+            "rollout": self.rollout_seconds(engine, layout.engines) / batches,
             "behavior": self.scoring_passes
             * self.workload.minibatches
             * self.pass_seconds(layout, stages, "behavior", packs),
@@ -402,17 +445,33 @@ class Planner:
             * self.workload.minibatches
             * self.update_seconds(layout, stages, replicas, packs),
             "push": 0.0,
-            "offload": 2 * optimizer / (self.device.host_gb_s * 1e9),
+            "offload": 2 * optimizer / (self.device.host_gb_s * 1e9) / batches,
         }
-        fractions = {phase: size / room for phase, size in memory.items()}
+        host = optimizer
+        if layout.engine_ranks:  # which keeps weights for behavior log-probs, and never sleeps
+            seconds["offload"] = 0.0
+            host = max(stage["states weights"] for stage in stages) * self._is_scored_by_actor
         return Option(
             layout,
             round(fraction, 2),
-            fractions,
+            {phase: size / room for phase, size in memory.items()},
             seconds,
-            int(host),
+            int(host + self._reference_bytes(stages)),
             int(self._prepared_bytes(layout)),
+            batches,
         )
+
+    def _is_paused(self, layout: Layout) -> bool:
+        """Return whether the engine keeps its memory while the actor trains."""
+        return bool(self.workload.every_tokens) and not layout.engine_ranks
+
+    @property
+    def _bucket_bytes(self) -> int:
+        return 2 * self.config.resharding.bucket_bytes(cuda=True)
+
+    @property
+    def _is_scored_by_actor(self) -> bool:
+        return self.config.behavior == "actor"
 
     def engine_beside(self, layout: Layout, used: float) -> Engine:
         """Return the engine with what `used` bytes leave, in hundredths of a device."""
@@ -439,9 +498,10 @@ class Planner:
 
         Those of a reference of another shape are counted by its active weights.
         """
+        own = self.workload.scored_part * self._is_scored_by_actor
         if self.other is not None:
-            return 1 + engine_sizes(self.other, 1).active / engine_sizes(self.shape, 1).active
-        return 1 + needs_reference(self.config.objective.choice.needs)
+            return own + engine_sizes(self.other, 1).active / engine_sizes(self.shape, 1).active
+        return own + needs_reference(self.config.objective.choice.needs)
 
     def _reference_bytes(self, stages: Sequence[Counts]) -> float:
         """Return the bytes of a reference policy, unless it is the model without its adapters."""
@@ -490,15 +550,24 @@ class Planner:
             optimizer = stage["states optimizer"]
             update = stage["update peak"] + (in_flight - 1) * stage["update kept"]
             further = max(0, stage["communicators"] - RESERVED_COMMUNICATORS) * COMMUNICATOR
-            awake = max(update, stage["step peak"]) - (1 - replicas) * optimizer
-            scoring = stage["behavior peak"] - optimizer - stage.get("states gradients", 0)
+            spread = (1 - replicas) * optimizer  # over replicas that the dry run did not have
+            awake = max(update, stage["step peak"]) - spread
+            states = optimizer + stage.get("states gradients", 0)
+            scoring = stage["behavior peak"] - (spread if layout.engine_ranks else states)
             if self.other is not None:  # with the policy's weights while it scores
                 scoring += self._reference_bytes(stages)
-            found.append((awake + further, scoring, stage["asleep"]))
-        train, behavior, asleep = map(max, zip(*found, strict=True))
+            found.append((awake + further, scoring, stage["asleep"], states - spread))
+        train, behavior, asleep, states = map(max, zip(*found, strict=True))
+        buckets = self._bucket_bytes
+        if layout.engine_ranks:  # neither shares a device with the other
+            return {
+                "rollout": buckets + RESERVE,
+                "behavior": behavior + prepared + RESERVE,
+                "train": train + prepared + RESERVE,
+                "push": asleep + states + buckets + RESERVE,
+            }
         slots = sum(slot_bytes(_with_rollout(self.config, layout)).values())
         weights = 2 * self.engine(layout, 0).sizes.weights + slots
-        buckets = 2 * self.config.resharding.bucket_bytes(cuda=True)
         return {
             "rollout": asleep + RESERVE,
             "behavior": behavior + prepared + ENGINE_ASLEEP + RESERVE,
@@ -600,11 +669,11 @@ class Planner:
             self.shape,
             layout,
             self.device,
-            engine=EngineLayout(layout.rollout_tensor, layout.world_size),
+            engine=layout.engine_layout,
             engine_weights=engine_sizes(self.shape, layout.rollout_tensor).weights,
             adapters=alone,
         )
-        return replace(option, seconds={**option.seconds, "push": seconds})
+        return replace(option, seconds={**option.seconds, "push": seconds / option.batches})
 
     # Lower bounds, from the sizes of the weights alone
 
@@ -615,24 +684,30 @@ class Planner:
         per_weight = 6 if self.config.lora is None else 2
         optimizer = 0.0 if self.config.lora else 12 * (dense + experts) / layout.world_size
         states = per_weight * share / layout.pipeline + optimizer
-        return states + ENGINE_ASLEEP + RESERVE
+        return states + RESERVE + (0 if layout.engine_ranks else ENGINE_ASLEEP)
 
     def least_asleep(self, layout: Layout) -> float:
-        """Return bytes of a sleeping actor's weights, and of the reserve."""
+        """Return bytes of a sleeping actor's weights, and of the reserve.
+
+        For engines on ranks of their own: buckets of a push and the reserve.
+        """
+        if layout.engine_ranks:
+            return self._bucket_bytes + RESERVE
         dense, experts = _weights(self.shape)
         share = dense / layout.tensor + experts / (layout.expert * layout.expert_slices)
         return 2 * share / layout.pipeline + RESERVE
 
     def least_seconds(self, layout: Layout, engine: Engine) -> float:
         """Return seconds that a step takes in any case: decoding, and products at full rate."""
-        rollout = self.rollout_seconds(engine, layout.world_size // layout.rollout_tensor)
+        rollout = self.rollout_seconds(engine, layout.engines) / self.workload.batches
         active = engine_sizes(self.shape, 1).active
         packs = self.packs(layout)
         passes = self.workload.epochs * (3 if self.config.lora is None else 2) + self.scoring_passes
         flops = 2 * active * packs.tokens * (packs.count + layout.pipeline - 1)
         shards = layout.tensor * layout.context * layout.pipeline
         peak = self.device.tflops * 1e12 * RATES.products
-        return rollout + passes * self.workload.minibatches * flops / shards / peak
+        train = passes * self.workload.minibatches * flops / shards / peak
+        return max(rollout, train) if layout.engine_ranks else rollout + train
 
 
 @lru_cache(maxsize=32)
@@ -673,11 +748,12 @@ def search(
 ) -> Search:
     """Find the `top` fastest layouts. Raises UserError if the devices do not fill whole nodes.
 
-    fixed: given fields of `Layout` (tensor, pipeline, ..., recompute, tokens). progress: called
-    with a message after each group of dry runs.
+    fixed: given fields of `Layout` (tensor, pipeline, ..., recompute, tokens); engine_ranks may be
+    several numbers, and is 0 by default. progress: called with a message after each group of dry
+    runs.
     """
     check_nodes(planner.device, devices)
-    fixed = fixed or {}
+    fixed = {"engine_ranks": 0, **(fixed or {})}
     queue, rejected = _candidates(planner, devices, fixed)
     options: list[Option] = []
     count, total = 0, len(queue)
@@ -698,17 +774,28 @@ def search(
         progress(f"{count} dry runs, {total - len(queue)} of {total} layouts{best}")
     is_complete = not queue or _is_complete(options, queue[0][0], top)
     left = len(queue)
-    options, further = (
-        _with_larger_packs(planner, dry_runs, options[:LARGER_PACKS], fixed)
-        + options[LARGER_PACKS:top],
-        options[top:],
-    )
+    options, further = options[:top], options[top:]
+    first = [
+        option
+        for of_kind in (_is_shared, _is_split)
+        for option in list(filter(of_kind, options))[:LARGER_PACKS]
+    ]
+    rest = [option for option in options if option not in first]
+    options = _with_larger_packs(planner, dry_runs, first, fixed) + rest
     pushed = sorted(map(planner.with_push, options), key=lambda option: option.step_seconds)
     return Search(
         planner.shape, planner.device, devices, planner.workload, pushed + further, rejected,
         slower=left if is_complete else 0, unmeasured=0 if is_complete else left,
         dry_runs=len(dry_runs.done),
     )  # fmt: skip
+
+
+def _is_split(option: Option) -> bool:
+    return option.layout.engine_ranks > 0
+
+
+def _is_shared(option: Option) -> bool:
+    return not _is_split(option)
 
 
 def _measure(
@@ -744,8 +831,13 @@ def _candidates(planner: Planner, devices: int, fixed: Fixed) -> tuple[Queue, li
     """Return the layouts that may fit, by lower bound of a step's seconds, and the others."""
     queue: Queue = []
     rejected = []
-    for number, sizes in enumerate(layouts(planner.shape, devices, fixed)):
-        if reason := _misfit(planner, devices, sizes):
+    every = (
+        layout
+        for engine_ranks in split_sizes(fixed["engine_ranks"])
+        for layout in layouts(planner.shape, devices, fixed, engine_ranks=engine_ranks)
+    )
+    for number, sizes in enumerate(every):
+        if reason := _misfit(planner, sizes):
             rejected.append(Rejection(sizes, reason))
             continue
         layout = _with_shortest_packs(planner.workload, sizes, fixed)
@@ -808,18 +900,41 @@ def check_nodes(device: Device, devices: int) -> None:
         )
 
 
-def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Layout]:
+def split_sizes(engine_ranks: object) -> tuple[int, ...]:
+    """Return the numbers of ranks that only generate, as `search` tries them."""
+    return engine_ranks if isinstance(engine_ranks, tuple) else (int(str(engine_ranks)),)
+
+
+def shares(device: Device, devices: int) -> tuple[int, ...]:
+    """Return up to seven numbers of ranks that may only generate, in eighths of the devices.
+
+    On several nodes they are whole nodes.
+    """
+    unit = 1 if devices <= device.per_node else device.per_node
+    eighth = max(unit, devices // 8 // unit * unit)
+    return tuple(range(eighth, devices, eighth))
+
+
+def layouts(
+    shape: ModelShape, devices: int, fixed: Fixed, *, engine_ranks: int = 0
+) -> Iterator[Layout]:
     """Yield every (tp, pp, cp, ep, dp, vLLM tp) whose product is the number of devices.
 
-    The experts' tensor parallel size is the config's default unless `fixed` has it.
+    Without `engine_ranks` of them, which are divided over engines. The experts' tensor parallel
+    size is the config's default unless `fixed` has it.
     """
-    sizes = [size for size in range(1, min(devices, MAX_SIZE) + 1) if devices % size == 0]
+    devices -= engine_ranks
+    sizes, of_engines = (
+        [size for size in range(1, min(ranks, MAX_SIZE) + 1) if ranks % size == 0]
+        for ranks in (devices, engine_ranks or devices)
+    )
 
     def choose(name: str, candidates: list[int]) -> list[int]:
         return [int(str(fixed[name]))] if name in fixed else candidates
 
     for tensor, pipeline, context, rollout in itertools.product(
-        *(choose(name, sizes) for name in ("tensor", "pipeline", "context", "rollout_tensor"))
+        *(choose(name, sizes) for name in ("tensor", "pipeline", "context")),
+        choose("rollout_tensor", of_engines),
     ):
         data, rest = divmod(devices, tensor * pipeline * context)
         if rest or data == 0:
@@ -835,11 +950,11 @@ def layouts(shape: ModelShape, devices: int, fixed: Fixed) -> Iterator[Layout]:
             if devices // pipeline % (expert * slices) == 0 or "expert" in fixed:
                 yield Layout(
                     tensor, pipeline, context, data, expert=expert, expert_tensor=slices,
-                    rollout_tensor=rollout,
+                    rollout_tensor=rollout, engine_ranks=engine_ranks,
                 )  # fmt: skip
 
 
-def _misfit(planner: Planner, devices: int, layout: Layout) -> str:
+def _misfit(planner: Planner, layout: Layout) -> str:
     """Return why the model or the batch cannot or should not be divided this way, or ''."""
     shape, workload = planner.shape, planner.workload
     problem = _cut_problem(
@@ -860,7 +975,7 @@ def _misfit(planner: Planner, devices: int, layout: Layout) -> str:
     minibatch = workload.responses // workload.minibatches
     if layout.data > minibatch:
         return f"a minibatch of {minibatch} responses cannot feed {layout.data} replicas"
-    return _engine_misfit(shape, layout.rollout_tensor, devices)
+    return _engine_misfit(shape, layout.engine_layout)
 
 
 @lru_cache(maxsize=4096)
@@ -875,10 +990,10 @@ def _cut_problem(
 
 
 @lru_cache(maxsize=1024)
-def _engine_misfit(shape: ModelShape, tensor: int, devices: int) -> str:
-    """Return why the model cannot be divided over engines of `tensor` ranks, or ''."""
+def _engine_misfit(shape: ModelShape, engines: EngineLayout) -> str:
+    """Return why the model cannot be divided over these engines, or ''."""
     try:
-        EngineLayout(tensor, devices).check(replace(shape, num_layers=1))
+        engines.check(replace(shape, num_layers=1))
     except ValueError as error:
         return str(error)
     return ""

@@ -125,6 +125,16 @@ def test_engines_on_ranks_of_their_own_share_no_device(tmp_path):
     }
 
 
+def test_engine_with_paused_requests_does_not_sleep_while_the_actor_trains(tmp_path):
+    lag = {"partial_rollouts": {"every_tokens": 4096, "cache": "recompute"}}
+    whole, paused = shallow(tmp_path), shallow(tmp_path, lag=lag)
+    (run,) = fit.check_fit(whole, processes=1, device_bytes=DEVICE)
+    needed = [fit.moments(each, run, DEVICE)[0].needed for each in (whole, paused)]
+    assert needed[1] - needed[0] == DEVICE // 2 - fit.ENGINE_ASLEEP
+    with pytest.raises(fit.DoesNotFitError, match=r"training needs .*paused requests.* these sett"):
+        fit.check_fit(paused, processes=1, device_bytes=SHALLOW_DEVICE)
+
+
 def test_pinned_memory_must_fit_on_host(tmp_path):
     """Optimizer states while the engine generates, 12 bytes a parameter; a reference policy, 2."""
     kl = {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}}

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.apps.planning.generation import (
     GRAPHS,
+    Answers,
     Engine,
     Workload,
     clipped_lengths,
@@ -72,6 +73,60 @@ def test_small_cache_takes_longer_and_finishes():
     tight = Engine(SHAPE, 1, H20, weights + 2 * GIB + 40_000 * 28_672)
     assert tight.cached_tokens == 40_000
     assert tight.seconds(WORKLOAD, engines=32) > 1.5 * roomy.seconds(WORKLOAD, engines=32)
+
+
+def test_windows_of_partial_rollouts_have_every_token_once():
+    """A step of four windows continues four rollout batches, each for one window."""
+    windows = replace(WORKLOAD, every_tokens=4096)
+    lengths = [100, 4096, 5000, 15360]
+    requests = windows.requests(lengths)
+    assert requests == [
+        (12288, (3072,)), (8192, (4096,)), (4096, (904,)), (4096, (4096,)),
+        (0, (100,)), (0, (4096,)), (0, (4096,)), (0, (4096,)),
+    ]  # fmt: skip
+    engine = Engine(SHAPE, 1, H20, 60 * GIB)
+    # The first 100 steps have all eight, with 160 tokens of prompt each and what came before.
+    before = sum(start for start, _ in requests) + 8 * 160
+    expected = 100 * engine.step_seconds(8, before + 8 * 50)
+    assert engine._decode([100], windows) < expected < engine._decode(lengths, windows)
+    whole = engine.seconds(WORKLOAD, engines=32)
+    kept, recomputed = (
+        engine.seconds(replace(windows, keeps_cache=keeps), engines=32) for keeps in (True, False)
+    )
+    assert kept < recomputed and kept < whole
+    # Scored by the weights of each window: 100 and 5,000 once or twice, with the prompt.
+    scored = replace(windows, prompts=1, samples=1, mean_response=5000)
+    assert scored.scored_part == ((160 + 4096) + (160 + 5000)) / (160 + 5000)
+
+
+def test_conversations_wait_for_answers_and_others_go_on():
+    engine = Engine(SHAPE, 1, H20, 60 * GIB)
+    load = replace(WORKLOAD, turns=2, answers=Answers(100.0, 100.0))
+    # Alone: 50 tokens, 100 s, 50 tokens.
+    alone = 50 * engine.step_seconds(1, 160 + 25) + 50 * engine.step_seconds(1, 210 + 25)
+    assert engine._decode([100], load) == pytest.approx(alone + 100)
+    # Two in a batch of one: the second decodes while the first waits.
+    each = replace(load, max_num_seqs=1)
+    second = 50 * engine.step_seconds(1, 185)
+    assert engine._decode([100, 100], each) == pytest.approx(alone + second + 100)
+    # Without seconds, turns change nothing; with more of them it takes longer.
+    lengths = list(WORKLOAD.response_lengths()[:64])
+    took = [
+        engine._decode(lengths, replace(load, answers=answers, turns=turns))
+        for answers, turns in (
+            (None, 1), (None, 4), (Answers(10, 10), 4), (Answers(20, 20), 4), (Answers(20, 40), 4)
+        )
+    ]  # fmt: skip
+    assert took[0] == took[1] < took[2] < took[3] < took[4]
+
+
+def test_answers_have_given_mean_and_percentile():
+    seconds = sorted(Answers(60.0, 180.0).seconds(20_000))
+    assert fmean(seconds) == pytest.approx(60, rel=0.01)
+    assert seconds[19_000] == pytest.approx(180, rel=0.01)
+    assert set(Answers(5.0, 5.0).seconds(3)) == {5.0}
+    with pytest.raises(ValueError, match=r"choose a percentile of 60 to 232\.1 s"):
+        Answers(60, 600).seconds(1)
 
 
 def test_states_of_gated_delta_nets_take_the_cache_of_a_constant_number_of_tokens():

@@ -11,9 +11,9 @@ from megatron_rl import cli
 from megatron_rl.apps.planning import search as search_module
 from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.fit import ENGINE_ASLEEP, RESERVE, check_fit, response_bytes
-from megatron_rl.apps.planning.generation import workload_of
+from megatron_rl.apps.planning.generation import Answers, workload_of
 from megatron_rl.apps.planning.models import MODELS, write_config_json
-from megatron_rl.apps.planning.rates import DEVICES, push_bytes
+from megatron_rl.apps.planning.rates import DEVICES, link_bytes, push_bytes
 from megatron_rl.apps.planning.report import (
     config_of,
     config_text,
@@ -28,8 +28,10 @@ from megatron_rl.apps.planning.search import (
     Planner,
     layer_pattern,
     layouts,
+    overlapped_seconds,
     probes_of,
     search,
+    shares,
     with_layers,
 )
 from megatron_rl.commands import plan as plan_command
@@ -371,6 +373,168 @@ def test_push_bytes_match_push_schedule_and_adapters_are_sent_alone(tmp_path, pl
     option = result.options[0]
     pushed = [each.with_push(option).seconds["push"] for each in (merged, alone)]
     assert pushed[1] < pushed[0]
+
+
+def simulated_seconds(rollout, behavior, train, push, *, lag, batches, steps=60):
+    """Seconds of a step in `trainer.loop.run_step`'s order, of a run long enough for its start.
+
+    Each side has a clock. A step that is to be trained must have been generated and scored.
+    """
+    trainers = engines = 0.0
+    generated = scored = lag + batches  # in the first step, before training
+    times = []
+    for step in range(1, steps + 1):
+        is_ordered = (step - 1) % batches == 0 and step > 1
+        if is_ordered:  # during this step, right after the push that the step before ended with
+            engines += batches * rollout
+            generated += batches
+        if step > 1 and (pending := generated - scored - batches * is_ordered):
+            trainers += behavior * pending
+            scored += pending
+        assert scored >= step
+        trainers += train
+        if is_ordered:
+            trainers = max(trainers, engines)  # the result is taken after the updates
+        if step % batches == 0:
+            engines = trainers = trainers + push
+        times.append(trainers)
+    later = steps // 2 // batches * batches
+    return (times[-1] - times[-1 - later]) / later
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_step_of_two_sides_is_that_of_a_simulated_schedule(lag, batches):
+    for phases in ((10, 1, 3, 2), (10, 4, 9, 2), (5, 0, 5, 1), (1, 2, 30, 0), (9, 2, 7, 0.5)):
+        rollout, behavior, train, push = phases
+        once = push / batches  # `Option.seconds` are those of a step
+        found = overlapped_seconds(rollout, behavior, train, once, batches=batches)
+        simulated = simulated_seconds(*phases, lag=lag, batches=batches)
+        assert found == pytest.approx(simulated), phases
+    assert overlapped_seconds(10, 1, 3, 2) == 12 and overlapped_seconds(4, 1, 5, 2) == 8
+
+
+SPLIT = {"lag": {"batches": 1}}
+
+
+def test_layouts_of_engines_on_ranks_of_their_own(tmp_path, dry_runs, planner, result):
+    """Counts of dry runs are those of the same layout of all ranks; nothing is shared."""
+    apart = planner_for(tmp_path, SMALL, SPLIT)
+    found = search(apart, dry_runs, 8, FIXED | {"engine_ranks": (0, *shares(H100, 8))}, top=1000)
+    every = [option.layout for option in found.options]
+    assert {layout.engine_ranks for layout in every} >= {0, 1, 2, 4, 6, 7}
+    assert all(layout.world_size + layout.engine_ranks == 8 for layout in every)
+    # A lag alone changes nothing for shared ranks.
+    assert [option for option in found.options if not option.layout.engine_ranks] == result.options
+    for option in found.options:
+        layout, seconds = option.layout, option.seconds
+        if not layout.engine_ranks:
+            continue
+        sides = seconds["rollout"], seconds["behavior"] + seconds["train"]
+        assert option.step_seconds == seconds["push"] + max(sides)
+        assert seconds["offload"] == 0 and option.gpu_memory_utilization == 0.9
+        assert max(option.memory.values()) <= 1
+        assert apart.least_seconds(layout, apart.engine_beside(layout, 0)) <= option.step_seconds
+        assert apart.least_memory(layout) <= option.memory["train"] * H100.memory
+    # The same ranks train without a sleeping engine, and with their optimizer's states.
+    layout = replace(every[0], tensor=1, pipeline=1, data=4, engine_ranks=4, rollout_tensor=1)
+    own, shared = (
+        apart.evaluate(replace(layout, engine_ranks=engine_ranks), dry_runs)
+        for engine_ranks in (4, 0)
+    )
+    freed = (shared.memory["train"] - own.memory["train"]) * H100.memory
+    assert freed == pytest.approx(ENGINE_ASLEEP)
+    assert own.memory["behavior"] > shared.memory["behavior"]
+    assert own.seconds["train"] == shared.seconds["train"]
+    kept = 2 * 1_777_088_000  # bytes of the weights for behavior log-probs
+    assert own.host_bytes == pytest.approx(kept, rel=0.01)
+    fewer = replace(layout, data=2, engine_ranks=6)
+    more_engines = apart.evaluate(fewer, dry_runs)
+    assert more_engines.seconds["rollout"] < own.seconds["rollout"]
+    assert more_engines.seconds["train"] > own.seconds["train"]
+    config = config_of(own, apart.config)
+    assert config.parallel.engine_ranks == 4 and config.sides(8) == (4, 4)
+    assert not config.process_problems(8)
+    (run,) = check_fit(config, processes=8, device_bytes=H100.memory)
+    assert (run.peak + RESERVE) / H100.memory == pytest.approx(own.memory["train"], rel=0.05)
+
+
+def test_slow_answers_favour_engines_on_ranks_of_their_own(planner, dry_runs, result):
+    """Trainers wait for minutes that cost engines no device; separate ones hide the training."""
+    layout = next(each.layout for each in result.options if each.layout.data == 8)
+    half = replace(layout, data=4, engine_ranks=4)
+    dry_runs.run(probe for each in (layout, half) for probe in probes_of(planner.shape, each))
+    ratios = []
+    for seconds in (0, 600, 1800):
+        answers = Answers(seconds, seconds) if seconds else None
+        slow = replace(planner, workload=replace(planner.workload, turns=4, answers=answers))
+        shared, own = (slow.evaluate(each, dry_runs).step_seconds for each in (layout, half))
+        ratios.append(own / shared)
+    assert ratios[0] > 1 > ratios[1]
+
+
+def test_paused_requests_keep_the_engines_memory(planner, dry_runs, result):
+    option = next(each for each in result.options if each.layout.pipeline == 1)
+    windows = replace(planner, workload=replace(planner.workload, every_tokens=4096))
+    paused = windows.evaluate(option.layout, dry_runs)
+    room, share = H100.memory, paused.gpu_memory_utilization
+    taken = paused.memory["train"] - option.memory["train"] + ENGINE_ASLEEP / room
+    assert taken == pytest.approx(share) and share < option.gpu_memory_utilization
+    assert max(paused.memory.values()) <= 1
+    assert paused.seconds["rollout"] < option.seconds["rollout"]
+
+
+def test_behavior_of_engine_needs_no_scoring_pass(tmp_path, dry_runs, result):
+    layout = result.options[0].layout
+    engine = planner_for(tmp_path, SMALL, {"behavior": "engine"})
+    assert engine.evaluate(layout, dry_runs).seconds["behavior"] == 0
+
+
+def test_shares_of_ranks_that_generate():
+    assert shares(H100, 8) == tuple(range(1, 8)) and shares(H100, 2) == (1,)
+    assert shares(H100, 16) == (8,) and shares(H100, 64) == tuple(range(8, 64, 8))
+    assert shares(H100, 1024) == tuple(range(128, 1024, 128))
+
+
+def test_push_to_other_ranks_has_every_weight_once_for_each_node():
+    """Each of two nodes of engines receives every weight once, and forwards it within."""
+    shape = replace(MODELS[SMALL], num_layers=2)
+    layout = Layout(tensor=2, data=4, rollout_tensor=4, engine_ranks=16)
+    volume = link_bytes(shape, layout, layout.engine_layout, per_node=8)
+    engine = sum(
+        math.prod(size) for size in EngineLayout(4, 4).parameter_shapes(shape, rank=0).values()
+    )
+    whole = plan_for_rank(
+        shape, ActorLayout(tensor=2, data=4), layout.engine_layout,
+        rank=0, wire_elements=1 << 26, ranks_per_node=8,
+    )  # fmt: skip
+    assert volume.ranks == 8
+    sent = volume.between + 2 * volume.within  # 16 ranks forward, 8 are counted
+    assert sent == pytest.approx(2 * whole.elements_sent, rel=0.01)
+    assert sent == pytest.approx(16 * 2 * engine, rel=0.01)
+    one_node = link_bytes(shape, Layout(data=4, engine_ranks=4), EngineLayout(1, 4, first=4), 8)
+    assert one_node.between == 0 and one_node.ranks == 4
+
+
+def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
+    sizes = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "rollout.tensor=1",
+             "trainer.recompute=full", "trainer.tokens_per_micro_batch=16384"]  # fmt: skip
+
+    def own(*arguments):
+        options = cli._parse(["plan", SMALL, "--devices", "8", *sizes, *arguments])
+        text = plan_command._plan(options)
+        rows = [line.split("|")[0].split() for line in text.splitlines()]
+        return text, {int(row[-1]) for row in rows if len(row) == 8 and row[0].isdigit()}
+
+    lag, answers = "lag.batches=1", ("--turns", "4", "--answer-seconds", "60,120")
+    assert own()[1] == own(lag, "parallel.engine_ranks=null")[1] == {0}
+    text, found = own(lag, *answers)
+    assert {0, 4, 7} <= found
+    assert "in 4 turns; answers take 60 s, 95% of them at most 120 s" in text
+    file = tmp_path / "planned.yaml"
+    assert own(lag, "parallel.engine_ranks=4", "--write", str(file))[1] == {4}
+    assert load_config(file).parallel.engine_ranks == 4
 
 
 def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, monkeypatch, capsys):
