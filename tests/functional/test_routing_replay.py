@@ -37,15 +37,15 @@ LAYOUTS = {
         2,
         ["replay, full", "compare, full"],
     ),
-    "tp2-pp2-cp2-ep2": (
-        {"tensor": 2, "pipeline": 2, "context": 2, "expert": 2},
-        8,
+    "tp2-cp2-ep2": (
+        {"tensor": 2, "context": 2, "expert": 2},
+        4,
         ["replay, selective", "compare", "glm4 replay, selective", "next replay, selective"],
     ),
     "tp2-pp2-ep2-etp1": (
         {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
         4,
-        ["gpt replay, selective"],
+        ["gpt replay, selective", "next replay, selective"],
     ),
 }  # fmt: skip
 
@@ -155,7 +155,11 @@ def _read_elsewhere(rank, world_size, root, layout):
     actor = MegatronActor(Path(root) / "model", topology=topology, settings=ActorSettings())
     rollouts, advantages = make_rollouts()
     tables = []
-    for folder in ("one-replay", "tensor2-pipeline2-context2-expert2-replay, selective"):
+    for folder in (
+        "one-replay",
+        "tensor2-context2-expert2-replay, selective",
+        "pipeline2-virtual_stages2-replay, full",
+    ):
         minibatches = plan_minibatches(
             rollouts,
             advantages,
@@ -171,7 +175,7 @@ def _read_elsewhere(rank, world_size, root, layout):
             needed = actor.packs.prepare(pack).host.is_used
             routes.append(pack.routes[:, needed].sort(dim=2)[0].tolist())
         tables.append(routes)
-    assert tables[0] == tables[1], "files of two layouts give other routes"
+    assert tables[0] == tables[1] == tables[2], "files of other layouts give other routes"
     return json.dumps(tables[0])
 
 
