@@ -3,8 +3,8 @@
 #
 #   bash tools/test.sh                 everything that the environment of the set-up can test
 #   bash tools/test.sh slow            tests marked slow: further cases of what the others show, and
-#                                      what installs SLURM, releases of Transformer Engine, or agents
-#                                      of other frameworks
+#                                      what installs SLURM, a browser, releases of Transformer Engine,
+#                                      agents of other frameworks, or an environment from a bundle
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the most informative unit tests
 #
