@@ -36,6 +36,7 @@ from tests.unit.rewards.misbehaving_verifiers import score_math_by_parts
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 SHORT = ("rollout.prompts_per_step=16", "eval.sets={}", "logging.tensorboard=false",
          "trainer.checkpoint_every=1", "optimizer.decay=constant",
+         "optimizer.learning_rate=3.0e-4",  # the gate rejects tokens of four updates
          "logging.traced_responses=128", "trainer.epochs=2", "trainer.minibatches=2",
          *CUT)  # fmt: skip
 
