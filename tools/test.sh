@@ -3,8 +3,8 @@
 #
 #   bash tools/test.sh                 everything that the environment of the set-up can test
 #   bash tools/test.sh slow            tests marked slow: further cases of what the others show, and
-#                                      what installs SLURM, releases of Transformer Engine, or agents
-#                                      of other frameworks
+#                                      what installs SLURM, a browser, releases of Transformer Engine,
+#                                      agents of other frameworks, or an environment from a bundle
 #   bash tools/test.sh unit            without the functional tests
 #   bash tools/test.sh fast            under a minute: style, types and the most informative unit tests
 #
@@ -57,21 +57,38 @@ run_part() {
     esac
 }
 
-summary=()
-failed=0
 begin=$SECONDS
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+
+# Run a part; its output and its line of the summary are in files, too.
+record_part() {
+    local start=$SECONDS verdict=passed
+    run_part "$1" 2>&1 | tee "$logs/$1" || verdict=FAILED
+    printf '%-11s %-7s %4d s  %s\n' \
+        "$1" "$verdict" $((SECONDS - start)) "$(tail -n 1 "$logs/$1")" >"$logs/$1.summary"
+    [[ $verdict == passed ]]
+}
+
+# These use a core each: they run at the same time, and are printed one after the other.
+declare -A checks
+for part in "${parts[@]}"; do
+    case $part in format | lint | types | docs) record_part "$part" >/dev/null & checks[$part]=$! ;; esac
+done
+
+failed=0
 for part in "${parts[@]}"; do
     echo
     echo "=== $part"
-    start=$SECONDS
-    output=$(mktemp)
-    if run_part "$part" 2>&1 | tee "$output"; then verdict=passed; else verdict=FAILED failed=1; fi
-    summary+=("$(printf '%-11s %-7s %4d s  %s' \
-        "$part" "$verdict" $((SECONDS - start)) "$(tail -n 1 "$output")")")
-    rm -f "$output"
+    if [[ -v checks[$part] ]]; then
+        wait "${checks[$part]}" || failed=1
+        cat "$logs/$part"
+    else
+        record_part "$part" || failed=1
+    fi
 done
 
 echo
 echo "=== summary ($((SECONDS - begin)) s after set-up)"
-printf '%s\n' "${summary[@]}"
+for part in "${parts[@]}"; do cat "$logs/$part.summary"; done
 exit "$failed"

@@ -206,8 +206,14 @@ def sleeping_bytes() -> int:
 _STARTED: list[Any] = []
 
 
-def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM that do not depend on the config."""
+def fixed_arguments(
+    max_model_len: int, *, on_cuda: bool, partial: bool, latent: bool
+) -> dict[str, Any]:
+    """Return the arguments of vLLM that do not depend on the config.
+
+    latent: whether the model has latent attention. On CPUs with AMX vLLM would compute it with
+    kernels for bfloat16 alone, from packed copies of weights, whatever the dtype is.
+    """
     arguments: dict[str, Any] = {
         "max_model_len": max_model_len,
         "load_format": "dummy",
@@ -220,6 +226,8 @@ def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial: bool) -> dict
     }
     if not on_cuda:
         arguments |= {"block_size": 32, "enable_chunked_prefill": False}
+        if latent:
+            arguments["attention_backend"] = "CPU_MLA"
     if partial:  # rollouts
         # A cached prefix would be of older weights; each step must return its own tokens.
         arguments |= {"enable_prefix_caching": False, "async_scheduling": False}

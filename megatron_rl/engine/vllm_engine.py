@@ -133,7 +133,9 @@ class VllmEngine:
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
-        arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
+        arguments = fixed_arguments(
+            max_model_len, on_cuda=on_cuda, partial=partial_rollouts, latent=bool(self.shape.latent)
+        )
         arguments |= {"model": str(model_folder), "seed": seed}
         arguments |= self._size_arguments(on_cuda=on_cuda)
         arguments |= delta_arguments(self.shape, on_cuda=on_cuda)

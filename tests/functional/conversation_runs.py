@@ -1,9 +1,10 @@
-"""Short runs with conversations in one process, around one engine.
+"""Short runs with conversations in one process, around one engine and one verifier.
 
 What each does is in `RUNS`; the tests compare what `main` leaves in a folder.
 """
 
 import json
+from contextlib import nullcontext
 
 from megatron_rl.actor import groups
 from megatron_rl.config import load_config
@@ -26,6 +27,7 @@ SHORT = (
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
     "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
+    "reward.verifier=tests.functional.sums:grade",  # only tried: the environments give rewards
 )  # fmt: skip
 ALL = (
     "lag.batches=1", "replay={capacity: 3, fresh: 0.5}", "dynamic_sampling.rounds=1",
@@ -107,6 +109,7 @@ def main(folder):
     save_model(folder / "model")
     made = {}
     initialise, build_engine = groups.initialise, build.build_engine
+    build_pool = build.VerifierPool
 
     def build_once(config, topology, *, hooks=None):
         engine = made.setdefault("engine", None) or build_engine(config, topology)
@@ -118,7 +121,12 @@ def main(folder):
         made["topology"] = made.get("topology") or initialise(**settings)
         return made["topology"]
 
+    def start_pool_once(reward, **settings):
+        made["pool"] = made.get("pool") or build_pool(reward, **settings).__enter__()
+        return nullcontext(made["pool"])
+
     groups.initialise, build.build_engine = initialise_once, build_once
+    build.VerifierPool = start_pool_once
     Recorder.draw = lambda recorder: None
     disturbed = {
         "asked": {"step": 2, "updates": 2, "act": saving.CheckpointKeeper.checkpoint_and_exit},
@@ -133,6 +141,7 @@ def main(folder):
         else:
             run(folder, name)
     run_offline(folder)
+    made["pool"].__exit__(None, None, None)
 
 
 def run_offline(folder):

@@ -249,7 +249,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+SLOW = ("tp2-pp2-cp2-ep2",)  # the parts of two other cases together
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in LAYOUTS]
+)
 def test_architectures_equal_transformers(root, reference, case):
     layout, world_size, names = LAYOUTS[case]
     report = json.loads(run_ranks(_score, world_size, str(root), layout, names)[0])

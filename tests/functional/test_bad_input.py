@@ -15,7 +15,7 @@ from megatron_rl.models.shape import read_model_shape
 from megatron_rl.preflight.settings import check_settings
 from megatron_rl.rollouts.prompt_sets import share_prompt_sets
 from megatron_rl.trainer.build import run_training
-from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training_anew
+from tests.functional.tiny_runs import CONFIG, TASK, make_task, start_training
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -214,10 +214,10 @@ def test_invalid_late_row_ends_all_ranks_with_one_error(tmp_path):
     rows = pq.read_table(TASK / "train.parquet").to_pylist()
     rows[2000]["prompt"][0]["content"] += " 1 + 1" * 50
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "late.parquet")
-    process = start_training_anew(
+    process = start_training(
         f"run.dir={tmp_path}", "run.name=a", f"data.train={tmp_path}/late.parquet"
     )
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 1
+    assert process.wait(timeout=300) == 1
+    output = process.read()
     assert output.count("error:") == 1 and "Traceback" not in output, output
     assert "row 2000: the prompt has" in output and "more than data.max_prompt_tokens=48" in output

@@ -22,9 +22,10 @@ SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "traine
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=2",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
-         "logging.traced_responses=8")  # fmt: skip
+         "logging.traced_responses=8", "rollout.max_response_tokens=24",
+         "reward.verifier=tests.functional.sums:parity")  # fmt: skip
 EVALUATED = (f"eval.sets={{heldout: {TASK}/heldout.parquet}}", "eval.every=2", "eval.samples=2")
-WINDOWS = "lag.partial_rollouts={every_tokens: 16, cache: %s}"
+WINDOWS = "lag.partial_rollouts={every_tokens: 8, cache: %s}"
 CASES = {  # settings of both runs, and the number of ranks that only generate
     "lag 2, engine's log-probs, LoRA": (
         ("lag.batches=2", "behavior=engine", "lora={rank: 8, alpha: 16}"), 1),
@@ -33,7 +34,8 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
          "lora={rank: 8, alpha: 16, push: adapters}"), 2),
     "short groups first, replay, windows of responses": (
         ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
-         "replay={capacity: 2, fresh: 0.5}", WINDOWS % "recompute"), 1),
+         "replay={capacity: 2, fresh: 0.5}", WINDOWS % "recompute",
+         "rollout.max_response_tokens=56", "reward.verifier=tests.functional.sums:grade"), 1),
     "lag 3, evaluated, replay, every second sync, top-p": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
          "rollout.top_k=8", "rollout.top_p=0.98",

@@ -55,8 +55,8 @@ SHORT = (
 )  # fmt: skip
 
 
-# What the two others show, over more ranks or fewer.
-SLOW = ("r1_distill_1_5b_epochs4", "qwen2_5_32b", "qwen3_235b_a22b")
+# What the other one and `test_train_layouts` show, over more ranks or fewer.
+SLOW = ("r1_distill_1_5b_epochs4", "qwen2_5_32b", "qwen3_30b_a3b", "qwen3_235b_a22b")
 
 
 @pytest.mark.parametrize(

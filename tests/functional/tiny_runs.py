@@ -1,6 +1,7 @@
 """Running the real command on the tiny task."""
 
 import fcntl
+import functools
 import os
 import shutil
 import subprocess
@@ -28,8 +29,9 @@ PLACES = (f"model.path={TASK}/model", f"data.train={TRAIN}",
 CONFIG = ROOT / "examples" / "pnpo" / "quickstart.yaml"
 
 
+@functools.cache
 def make_task():
-    """The quickstart's data and model; made once, then found. Others who want it wait.
+    """The quickstart's data and model; made once, then found. Other processes wait.
 
     The model of another seed is one that supervised training makes of a random one.
     """
@@ -68,19 +70,6 @@ def start_training(*overrides, **where):
     folder = Path(dict(one.split("=", 1) for one in overrides)["run.dir"]) / "output"
     output = folder / f"{len(list(folder.glob('*')))}.txt"
     return ForkedCommand(training_arguments(*overrides, **where), output=output, cwd=ROOT)
-
-
-def start_training_anew(*overrides):
-    """The command as a user starts it: new interpreters."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatron_rl.cli", *training_arguments(*overrides)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
 
 
 def train(*overrides, **where):

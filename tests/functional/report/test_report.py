@@ -15,6 +15,8 @@ from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser
 from tests.functional.tiny_runs import ROOT
 from tests.made_runs import EPOCHS, GROUP, HOSTILE, make_run
 
+pytestmark = pytest.mark.slow  # a browser is installed
+
 # Elements outside the window, and contents wider than their visible part; hidden labels of the bars
 # of seconds are in the table below them.
 CUT = """

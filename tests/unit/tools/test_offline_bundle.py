@@ -64,6 +64,7 @@ def set_up(bundle, venv):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow  # an environment is installed
 def test_bundle_installs_without_index_and_names_missing_wheels(bundle, tmp_path):
     assert len(list((bundle / "wheels").glob("bundled_large*.part*"))) == 3
     assert (bundle / "files" / "models" / "config.json").exists()
