@@ -86,7 +86,7 @@ def _train(root, topology, case, checkpoint):
             rollouts,
             advantages,
             minibatches=2,
-            tokens_per_micro_batch=200,
+            tokens_per_micro_batch=100,
             topology=topology,
             sequence_parallel=actor.sequence_parallel,
         )
@@ -171,7 +171,7 @@ def _read_elsewhere(rank, world_size, root, layout):
             rollouts,
             advantages,
             minibatches=2,
-            tokens_per_micro_batch=200,
+            tokens_per_micro_batch=100,
             topology=topology,
             sequence_parallel=actor.sequence_parallel,
         )
