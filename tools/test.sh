@@ -47,7 +47,8 @@ run_part() {
         types) "$VENV/bin/mypy" ;;
         docs) MEGATRON_RL_VENV=$VENV bash tools/docs.sh ;;
         # A fixed seed makes hypothesis use the same examples each time.
-        unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" --durations=40 --hypothesis-seed=0 ;;
+        unit) "$VENV/bin/python" -m pytest tests/unit "${SIDE_BY_SIDE[@]}" \
+            -m "not slow" --durations=40 --hypothesis-seed=0 ;;
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
             --no-processes --hypothesis-seed=0 ;;
         tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
