@@ -150,25 +150,30 @@ class _Joining:
 
     def describe_missing(self) -> str:
         """Return who did not join, as far as the store knows."""
-        found: list[list[int]] = []
+        found: list[list[int] | None] = []
         # A store whose process is stopped never answers, and a thread can be left behind.
         reader = threading.Thread(target=lambda: found.append(self._missing()), daemon=True)
         reader.start()
         reader.join(_STORE_SECONDS)
-        if not found:
-            has_own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return f"{'another rank' if has_own_store else 'rank 0'} did not join"
-        if not found[0]:
+        missing = found[0] if found else [0]
+        is_in_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if missing is None or not (found or is_in_rank_0):
+            return "another rank did not join"
+        if not missing:
             return "every rank joined, but one did not finish"
-        more = ", ..." if found[0][_NAMED_RANKS:] else ""
-        names = ", ".join(map(str, found[0][:_NAMED_RANKS])) + more
-        return f"rank{'s' if found[0][1:] else ''} {names} did not join"
+        more = ", ..." if missing[_NAMED_RANKS:] else ""
+        names = ", ".join(map(str, missing[:_NAMED_RANKS])) + more
+        return f"rank{'s' if missing[1:] else ''} {names} did not join"
 
-    def _missing(self) -> list[int]:
-        last = [
-            int(self.store.get(f"{rank}")) if self.store.check([f"{rank}"]) else 0
-            for rank in range(self.size)
-        ]
+    def _missing(self) -> list[int] | None:
+        """Return the ranks that are behind this one; None if the store is gone."""
+        try:
+            last = [
+                int(self.store.get(f"{rank}")) if self.store.check([f"{rank}"]) else 0
+                for rank in range(self.size)
+            ]
+        except RuntimeError:  # another rank has given up, too, and rank 0 has left
+            return None
         return [rank for rank, number in enumerate(last) if number < self.number]
 
 
