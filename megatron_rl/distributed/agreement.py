@@ -4,11 +4,15 @@ A collective times out after minutes. At a `StragglerBarrier` a rank may be an h
 engine with the longest response may be), provided that some rank makes progress.
 """
 
+import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -92,13 +96,17 @@ def sum_over_ranks(
 ) -> int:
     """Return the sum of `number` over all ranks, with a link of both its sides; collective.
 
-    Raises RankTimeoutError if another rank dies or does not join within `time_limit` seconds.
+    Raises RankTimeoutError if another rank dies, or naming those that do not join within
+    `time_limit` seconds, as far as the store knows them.
     """
     if link is None and (not dist.is_initialized() or dist.get_world_size() == 1):
         return number
     total = torch.tensor([number], device=wire_device() if link is None else "cpu")
     start = time.monotonic()
+    joining = None if time_limit is None else _Joining.of(link)
     try:
+        if joining is not None:
+            joining.record()
         work = dist.all_reduce(total, async_op=True) if link is None else link.all_reduce(total)
         if time_limit is None:
             work.wait()
@@ -106,10 +114,67 @@ def sum_over_ranks(
             work.wait(timedelta(seconds=time_limit))
     except RuntimeError as error:
         waited = time.monotonic() - start
-        is_late = time_limit is not None and waited > 0.9 * time_limit
-        reason = f"did not join within {time_limit:g} s" if is_late else "exited"
-        raise RankTimeoutError(f"{doing}: another rank {reason} (waited {waited:.0f} s)") from error
+        reason = "another rank exited"
+        if time_limit is not None and joining is not None and waited > 0.9 * time_limit:
+            reason = f"{joining.describe_missing()} within {time_limit:g} s"
+        raise RankTimeoutError(f"{doing}: {reason} (waited {waited:.0f} s)") from error
     return int(total)
+
+
+_STORE_SECONDS = 5.0  # that the store has to tell who is missing
+_NAMED_RANKS = 8  # most missing ranks that an error lists
+_joined: Counter[bool] = Counter()  # calls with a time limit, of the default group and of a link
+
+
+@dataclass(frozen=True)
+class _Joining:
+    """This rank's entry into a sum with a time limit, of which the store has every rank's last."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    number: int
+
+    @classmethod
+    def of(cls, link: Link | None) -> Self:
+        _joined[link is None] += 1
+        number = _joined[link is None]
+        if link is not None:
+            store = dist.PrefixStore("joined", link.store)
+            return cls(store, link.rank, link.trainers + link.engines, number)
+        store = dist.PrefixStore("joined", dist.distributed_c10d._get_default_store())
+        return cls(store, dist.get_rank(), dist.get_world_size(), number)
+
+    def record(self) -> None:
+        self.store.set(f"{self.rank}", f"{self.number}")
+
+    def describe_missing(self) -> str:
+        """Return who did not join, as far as the store knows."""
+        found: list[list[int] | None] = []
+        # A store whose process is stopped never answers, and a thread can be left behind.
+        reader = threading.Thread(target=lambda: found.append(self._missing()), daemon=True)
+        reader.start()
+        reader.join(_STORE_SECONDS)
+        missing = found[0] if found else [0]
+        is_in_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if missing is None or not (found or is_in_rank_0):
+            return "another rank did not join"
+        if not missing:
+            return "every rank joined, but one did not finish"
+        more = ", ..." if missing[_NAMED_RANKS:] else ""
+        names = ", ".join(map(str, missing[:_NAMED_RANKS])) + more
+        return f"rank{'s' if missing[1:] else ''} {names} did not join"
+
+    def _missing(self) -> list[int] | None:
+        """Return the ranks that are behind this one; None if the store is gone."""
+        try:
+            last = [
+                int(self.store.get(f"{rank}")) if self.store.check([f"{rank}"]) else 0
+                for rank in range(self.size)
+            ]
+        except RuntimeError:  # another rank has given up, too, and rank 0 has left
+            return None
+        return [rank for rank, number in enumerate(last) if number < self.number]
 
 
 def _prefixed(error: Exception, doing: str) -> Exception:

@@ -444,7 +444,7 @@ class Transfer:
         self.seconds["transfer"] += time.perf_counter() - start
 
     def _timeout_error(self, number: int, why: object) -> ExchangeError:
-        """Build an error that names the round, the tensors it lacks and their senders."""
+        """Build an error that names the round, and what it lacks of whom or to whom it sends."""
         text = f"round {number + 1} of {len(self.plan.rounds)}"
         receives = self.plan.rounds[number].receives
         names = list(dict.fromkeys(each.tensor for m in receives for each in m.slices))
@@ -452,6 +452,8 @@ class Transfer:
             senders = sorted({message.sender for message in receives})
             more = f" and {len(names) - 3} more" if names[3:] else ""
             text += f" ({', '.join(names[:3])}{more} from ranks {senders})"
+        elif sends := self.plan.rounds[number].sends:
+            text += f" (to ranks {sorted({to for message in sends for to in message.to})})"
         return ExchangeError(
             f"{text} of the weight exchange did not finish on rank {self.plan.rank} within "
             f"{self.time_limit:g} s of its start, or another rank died: {why}"

@@ -2,10 +2,14 @@
 
 import contextlib
 import os
+import signal
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.distributed import agreement
 from megatron_rl.distributed.agreement import (
@@ -14,6 +18,7 @@ from megatron_rl.distributed.agreement import (
     run_on_rank_0,
     sync_errors_across_ranks,
 )
+from megatron_rl.distributed.link import Link
 from megatron_rl.runtime.failures import RankTimeoutError
 from tests.ranks import run_ranks
 
@@ -70,27 +75,66 @@ def test_run_on_rank_0_broadcasts_results_and_value_errors():
     ]  # fmt: skip
 
 
-def _exit_late(rank, world_size, result):
-    """Keep rank 1 away from the collective until rank 0 has timed out."""
-    if rank == 1:
-        # Earlier than the group's own limit of 120 s: rank 0 then gets another error.
+def _exit_late(rank, world_size, folder, late):
+    """Keep some ranks away from the second collective until the others have timed out."""
+    raise_across_ranks(None, doing="trying", time_limit=60)
+    others = [folder / f"{each}" for each in range(world_size) if each not in late]
+    if rank in late:
+        # Earlier than the group's own limit of 120 s: the others then get another error.
         deadline = time.monotonic() + 60
-        while not result.exists() and time.monotonic() < deadline:
+        while not all(file.exists() for file in others) and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(1)  # closes its connections
     with pytest.raises(RankTimeoutError) as error:
         raise_across_ranks(None, doing="trying", time_limit=0.5)
-    partial = result.with_suffix(".partial")
+    partial = folder / f"partial{rank}"
     partial.write_text(str(error.value))
-    partial.rename(result)
+    partial.rename(folder / f"{rank}")
+    while not all(file.exists() for file in others):
+        time.sleep(0.02)  # the first to leave would end the others' wait
 
 
-def test_missing_rank_raises_timeout_within_limit(tmp_path):
-    result = tmp_path / "result"
-    with contextlib.suppress(AssertionError):  # rank 1 exits with status 1
-        run_ranks(_exit_late, 2, result)
-    message = result.read_text()
-    assert message.startswith("trying: another rank did not join within 0.5 s (waited ")
+@pytest.mark.parametrize(("late", "names"), [((1,), "rank 1"), ((0, 2), "ranks 0, 2")])
+def test_missing_ranks_are_named_within_limit(tmp_path, late, names):
+    with contextlib.suppress(AssertionError):  # they exit with status 1
+        run_ranks(_exit_late, 3, tmp_path, late)
+    messages = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert messages.keys() == {"0", "1", "2"} - set(map(str, late))
+    for message in messages.values():
+        assert message.startswith(f"trying: {names} did not join within 0.5 s (waited ")
+
+
+def _stop_rank_0(rank, world_size):
+    """Return rank 1's error while rank 0, which has the link's store, is stopped."""
+    timeout = timedelta(seconds=60)
+    meeting = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), timeout=timeout)
+    link = Link(rank, trainers=1, engines=1, store=store, timeout=timeout)
+    raise_across_ranks(None, doing="trying", time_limit=60, link=link)
+    if rank == 0:
+        meeting.set("process", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    process = psutil.Process(int(meeting.get("process")))
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    agreement._STORE_SECONDS = 0.5
+    try:
+        with pytest.raises(RankTimeoutError) as error:
+            raise_across_ranks(None, doing="trying", time_limit=0.5, link=link)
+        return str(error.value)
+    finally:
+        process.resume()
+
+
+def test_stopped_rank_0_that_has_the_store_is_named():
+    message = run_ranks(_stop_rank_0, 2)[1]
+    assert message.startswith("trying: rank 0 did not join within 0.5 s (waited ")
 
 
 def test_single_process_raises_its_own_error():

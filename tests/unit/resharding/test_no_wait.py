@@ -46,17 +46,17 @@ class _Stream:
         return self.queries >= self.asked
 
 
-def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0):
+def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0, engines=ENGINES):
     for name in ("batch_isend_irecv", "isend", "irecv"):
         monkeypatch.setattr(dist, name, getattr(stream, name, name))
     monkeypatch.setattr(dist, "P2POp", lambda kind, wire, peer: (kind, wire, peer))
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     plan = plan_for_rank(
-        SHAPE, ACTOR, ENGINES, rank=rank, wire_elements=1500, ranks_per_node=2,
+        SHAPE, ACTOR, engines, rank=rank, wire_elements=1500, ranks_per_node=2,
         tensor_elements=None if live else 3000,
     )  # fmt: skip
     held = parameter_shapes(ACTOR.pieces(SHAPE, rank=rank))
-    needed = ENGINES.parameter_shapes(SHAPE, rank=rank)
+    needed = engines.parameter_shapes(SHAPE, rank=rank) if rank in engines.ranks else {}
     empty = {name: torch.empty(size, device=META) for name, size in held.items()}
     common = {
         "plan": plan,
@@ -107,6 +107,18 @@ def test_transfer_timeout_on_cuda_names_round(monkeypatch):
     message = str(error.value)
     assert message.startswith(f"round 1 of {len(push.plan.rounds)} (model.")
     assert "did not finish on rank 3 within 0.01 s of its start" in message
+
+
+def test_transfer_timeout_of_rank_that_only_sends_names_receivers(monkeypatch):
+    push = _transfer(
+        monkeypatch, _Stream(asked=10**9), rank=0, full=False, live=True, time_limit=0.01,
+        engines=EngineLayout(1, 2, first=4),
+    )  # fmt: skip
+    receivers = sorted({to for message in push.plan.rounds[0].sends for to in message.to})
+    with pytest.raises(ExchangeError) as error:
+        push.drain()
+    start = f"round 1 of {len(push.plan.rounds)} (to ranks {receivers}) of the weight exchange"
+    assert receivers and set(receivers) <= {4, 5} and str(error.value).startswith(start)
 
 
 class _Kernels(TorchDispatchMode):
