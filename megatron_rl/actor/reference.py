@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,10 @@ from megatron_rl.actor.packs import PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.weights import load_model, named_parameters
+from megatron_rl.distributed.collectives import reduce_max
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.types import ReferenceHead, ReferenceTop, TokenBatch
+from megatron_rl.types import ReferenceHead, ReferenceParts, ReferenceTop, TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
@@ -152,6 +154,113 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         named = self._parameters()
         exchange([named[name] for name in self.inactive], list(self.inactive.values()))
+
+
+class References:
+    """The reference policies of a run: one, or one for each data source.
+
+    folders: model folder by data source; None: of all sources. Two sources may have the same.
+    """
+
+    def __init__(self, actor: MegatronActor, folders: Mapping[str | None, str]) -> None:
+        self.actor = actor
+        sources: dict[str, list[str | None]] = {}
+        for source, folder in folders.items():
+            sources.setdefault(str(Path(folder).resolve()), []).append(source)
+        self.sources = list(sources.values())
+        self.policies = [ReferencePolicy(actor, folder) for folder in sources]
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Raise UserError for a data source without a reference."""
+        if self.sources != [[None]]:
+            check_source_names(sources, [one for own in self.sources for one in own if one])
+
+    def compute_logprobs(
+        self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
+    ) -> list[Tensor]:
+        """Compute log-probs of the labels by the reference of each response; [T] per pack.
+
+        sources: of each pack's responses, [R] each. 0 off the mask. Collective.
+        """
+        if self.sources == [[None]]:
+            return self.policies[0].compute_logprobs(packs)
+        device = self.actor.topology.device
+        found = [torch.zeros(len(pack.tokens), device=device) for pack in packs]
+        for policy, masks in self._assign(packs, sources):
+            scored = policy.compute_logprobs([packs[index] for index in masks])
+            for (index, mask), logprobs in zip(masks.items(), scored, strict=True):
+                found[index] += torch.where(mask.to(device), logprobs, 0)
+        return found
+
+    def compute_head_inputs(
+        self,
+        packs: Sequence[TokenBatch],
+        sources: Sequence[Sequence[str | None]],
+        *,
+        top_k: int | None = None,
+    ) -> Sequence[ReferenceHead | ReferenceTop | ReferenceParts] | None:
+        """Compute what a divergence over the vocabulary needs, on the last stage; None on others.
+
+        sources: as of `compute_logprobs`. Collective.
+        """
+        if self.sources == [[None]]:
+            return self.policies[0].compute_head_inputs(packs, top_k=top_k)
+        parts: list[list[tuple[Tensor, ReferenceHead | ReferenceTop]]] = [[] for _ in packs]
+        for policy, masks in self._assign(packs, sources):
+            heads = policy.compute_head_inputs([packs[index] for index in masks], top_k=top_k)
+            for (index, mask), head in zip(masks.items(), heads or (), strict=heads is not None):
+                host = self.actor.packs.prepare(packs[index]).host
+                positions = host.shard(mask)[host.mask].nonzero().squeeze(1)
+                if len(positions):
+                    parts[index].append((positions, select_tokens(head, positions)))
+        if not self.actor.topology.is_last_stage:
+            return None
+        return [ReferenceParts(*zip(*own, strict=True)) if own else ReferenceParts((), ())
+                for own in parts]  # fmt: skip
+
+    def _assign(
+        self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
+    ) -> list[tuple[ReferencePolicy, dict[int, Tensor]]]:
+        """Return each policy that has packs to score, with its tokens of these packs; [T] bool.
+
+        A pack is scored on every replica if one of them needs it: experts may be on all of them.
+        """
+        topology = self.actor.topology
+        masks = [
+            [
+                pack.response_mask
+                & torch.repeat_interleave(
+                    torch.tensor([one in own for one in rows]), torch.tensor(pack.lengths)
+                )
+                for pack, rows in zip(packs, sources, strict=True)
+            ]
+            for own in self.sources
+        ]
+        used = torch.tensor([[int(mask.any()) for mask in of_one] for of_one in masks])
+        used = reduce_max(used.to(topology.device), group=topology.dp_group).bool().tolist()
+        return [
+            (policy, {index: mask for index, mask in enumerate(of_one) if row[index]})
+            for policy, of_one, row in zip(self.policies, masks, used, strict=True)
+            if any(row)
+        ]
+
+
+def check_source_names(sources: Iterable[str], known: Sequence[str]) -> None:
+    """Raise UserError for a data source that none of the known names is."""
+    if missing := sorted(set(sources) - set(known)):
+        raise UserError(
+            f"model.teachers: none for data_source {missing[0]!r}; there are teachers for "
+            f"{', '.join(known)}: add one under this name"
+        )
+
+
+def select_tokens(
+    head: ReferenceHead | ReferenceTop, positions: Tensor
+) -> ReferenceHead | ReferenceTop:
+    """Return the part of some response tokens; [n_i] int64."""
+    if isinstance(head, ReferenceHead):
+        return ReferenceHead(head.hidden[positions], head.weight)
+    return ReferenceTop(**{key: values[positions] for key, values in vars(head).items()})
 
 
 @dataclass

@@ -15,7 +15,7 @@ from megatron_rl.data.prompts import (
     read_prompts,
     write_prompts,
 )
-from megatron_rl.data.rows import FIRST_ROWS, count_rows
+from megatron_rl.data.rows import FIRST_ROWS, count_rows, name_row
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -47,8 +47,16 @@ def read_sets(
         echo(note)
     # New names: another node may still see an older file of this name, or its size.
     tables = {key: folder / f"{uuid.uuid4()}.arrow" for key in files}
+    sources: set[str] = set()
     for key, file in files.items():
-        write_prompts(tables[key], _read_set(config, shape, tokenizer, key, file, echo=echo))
+        read = _read_set(config, shape, tokenizer, key, file, echo=echo, sources=sources)
+        write_prompts(tables[key], read)
+    unused = [source for source in config.model.teachers if source not in sources]
+    if unused and set(config.training) <= set(files):
+        raise ConfigError(
+            f"model.teachers.{unused[0]}: no training prompt has this data_source; they have "
+            f"{', '.join(sorted(sources))}: correct the name, or remove it"
+        )
     return tables
 
 
@@ -164,8 +172,11 @@ def _read_set(
     *,
     first: int | None = None,
     echo: Callable[[str], object] = lambda text: None,
+    sources: set[str] | None = None,
 ) -> Iterator[Prompt]:
+    """Yield a set's prompts; sources: receives the data sources of training prompts."""
     path, columns = file
+    teachers = config.model.teachers if key in config.training else {}
     data, highest = config.data, 0
     conversations, limit = None, data.max_prompt_tokens
     try:
@@ -188,6 +199,14 @@ def _read_set(
         ):
             given = prompt.demonstration.token_ids if prompt.demonstration else ()
             highest = max(highest, *prompt.token_ids, *given)
+            if teachers and prompt.data_source not in teachers:
+                raise ConfigError(
+                    f"{name_row(path, prompt.index)}: data_source {prompt.data_source!r} has no "
+                    f"teacher in model.teachers, which has {', '.join(teachers)}; add one under "
+                    "this name"
+                )
+            if teachers and sources is not None:
+                sources.add(prompt.data_source)
             yield prompt
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
