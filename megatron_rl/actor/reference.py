@@ -172,8 +172,12 @@ class References:
 
     def check_sources(self, sources: Iterable[str]) -> None:
         """Raise UserError for a data source without a reference."""
-        if self.sources != [[None]]:
-            check_source_names(sources, [one for own in self.sources for one in own if one])
+        known = {one for own in self.sources for one in own}
+        if None not in known and (missing := sorted(set(sources) - known)):
+            raise UserError(
+                f"model.teachers has none for the rollouts of data_source {missing[0]!r}, only for "
+                f"{', '.join(map(str, known))}; add one under this name"
+            )
 
     def compute_logprobs(
         self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
@@ -182,7 +186,7 @@ class References:
 
         sources: of each pack's responses, [R] each. 0 off the mask. Collective.
         """
-        if self.sources == [[None]]:
+        if None in self.sources[0]:
             return self.policies[0].compute_logprobs(packs)
         device = self.actor.topology.device
         found = [torch.zeros(len(pack.tokens), device=device) for pack in packs]
@@ -203,7 +207,7 @@ class References:
 
         sources: as of `compute_logprobs`. Collective.
         """
-        if self.sources == [[None]]:
+        if None in self.sources[0]:
             return self.policies[0].compute_head_inputs(packs, top_k=top_k)
         parts: list[list[tuple[Tensor, ReferenceHead | ReferenceTop]]] = [[] for _ in packs]
         for policy, masks in self._assign(packs, sources):
@@ -243,15 +247,6 @@ class References:
             for policy, of_one, row in zip(self.policies, masks, used, strict=True)
             if any(row)
         ]
-
-
-def check_source_names(sources: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UserError for a data source that none of the known names is."""
-    if missing := sorted(set(sources) - set(known)):
-        raise UserError(
-            f"model.teachers: none for data_source {missing[0]!r}; there are teachers for "
-            f"{', '.join(known)}: add one under this name"
-        )
 
 
 def select_tokens(

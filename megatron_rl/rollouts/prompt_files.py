@@ -51,13 +51,19 @@ def read_sets(
     for key, file in files.items():
         read = _read_set(config, shape, tokenizer, key, file, echo=echo, sources=sources)
         write_prompts(tables[key], read)
-    unused = [source for source in config.model.teachers if source not in sources]
-    if unused and set(config.training) <= set(files):
-        raise ConfigError(
-            f"model.teachers.{unused[0]}: no training prompt has this data_source; they have "
-            f"{', '.join(sorted(sources))}: correct the name, or remove it"
-        )
+    if set(config.training) <= set(files):
+        _check_teachers(config, sources)
     return tables
+
+
+def _check_teachers(config: Config, sources: set[str]) -> None:
+    """Raise ConfigError for a teacher of a data source that no training prompt has."""
+    for source in config.model.teachers:
+        if source not in sources:
+            raise ConfigError(
+                f"model.teachers.{source}: no training prompt has this data_source; they have "
+                f"{', '.join(sorted(sources))}: correct the name, or remove it"
+            )
 
 
 def count_prompts(config: Config) -> dict[str, int]:
@@ -121,23 +127,34 @@ def prompt_problems(
         return [f"model.path: {error}"], {}
     problems: list[str] = []
     first, sizes = {}, {}
+    sources: set[str] = set()
+    is_whole = set(config.training) <= set(files)  # all training prompts are read
     notes: list[str] = []  # on rows that are left out, which explain why a set is small
     for key, file in files.items():
         try:
-            prompts = list(
-                _read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS, echo=notes.append)
-            )
+            read = _read_set(
+                config, shape, tokenizer, key, file,
+                first=FIRST_ROWS, echo=notes.append, sources=sources,
+            )  # fmt: skip
+            prompts = list(read)
         except ConfigError as error:
             if str(error) not in problems:  # a tokenizer of another model is one for all sets
                 problems.append(str(error))
+            is_whole = False
             continue
         if prompts:
             first[key] = prompts[0]
         rest = max(count_rows(file[0]) - FIRST_ROWS, 0)  # each of which may be a prompt
+        is_whole = is_whole and not (key in config.training and rest)
         # no more than a step needs: the whole order takes a moment
         sizes[key] = int(
             min(len(prompts) + rest, max(len(prompts), config.rollout.prompts_per_step))
         )
+    if is_whole:
+        try:
+            _check_teachers(config, sources)
+        except ConfigError as error:
+            problems.append(str(error))
     training = [sizes[key] for key in config.training if key in sizes]
     if training and len(training) == len(config.training) and set(config.training) <= set(files):
         try:
