@@ -19,7 +19,6 @@ from megatron_rl.actor.packs import PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.weights import load_model, named_parameters
-from megatron_rl.distributed.collectives import reduce_max
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import ReferenceHead, ReferenceParts, ReferenceTop, TokenBatch
@@ -219,34 +218,30 @@ class References:
                     parts[index].append((positions, select_tokens(head, positions)))
         if not self.actor.topology.is_last_stage:
             return None
-        return [ReferenceParts(*zip(*own, strict=True)) if own else ReferenceParts((), ())
-                for own in parts]  # fmt: skip
+        return [
+            ReferenceParts(tuple(places for places, _ in own), tuple(part for _, part in own))
+            for own in parts
+        ]
 
     def _assign(
         self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
     ) -> list[tuple[ReferencePolicy, dict[int, Tensor]]]:
         """Return each policy that has packs to score, with its tokens of these packs; [T] bool.
 
-        A pack is scored on every replica if one of them needs it: experts may be on all of them.
+        With expert parallelism every pack is scored: experts are on several replicas.
         """
-        topology = self.actor.topology
-        masks = [
-            [
-                pack.response_mask
-                & torch.repeat_interleave(
-                    torch.tensor([one in own for one in rows]), torch.tensor(pack.lengths)
-                )
-                for pack, rows in zip(packs, sources, strict=True)
-            ]
-            for own in self.sources
-        ]
-        used = torch.tensor([[int(mask.any()) for mask in of_one] for of_one in masks])
-        used = reduce_max(used.to(topology.device), group=topology.dp_group).bool().tolist()
-        return [
-            (policy, {index: mask for index, mask in enumerate(of_one) if row[index]})
-            for policy, of_one, row in zip(self.policies, masks, used, strict=True)
-            if any(row)
-        ]
+        assigned = []
+        for policy, own in zip(self.policies, self.sources, strict=True):
+            masks = {}
+            for index, (pack, rows) in enumerate(zip(packs, sources, strict=True)):
+                is_own = torch.tensor([one in own for one in rows], device="cpu")
+                lengths = torch.tensor(pack.lengths, device="cpu")
+                mask = pack.response_mask & torch.repeat_interleave(is_own, lengths)
+                if self.actor.topology.ep_size > 1 or mask.any():
+                    masks[index] = mask
+            if masks:
+                assigned.append((policy, masks))
+        return assigned
 
 
 def select_tokens(

@@ -394,7 +394,10 @@ class Config(Section):
     @property
     def references(self) -> dict[str | None, str]:
         """Model folders of the reference policies by data source; None: of all sources."""
-        return {**self.model.teachers} or {None: self.model.reference or self.model.path}
+        several = self.model.teachers.items()
+        return {source: path for source, path in several} or {
+            None: self.model.reference or self.model.path
+        }
 
     @property
     def given_references(self) -> dict[str, str]:
