@@ -394,10 +394,8 @@ class Config(Section):
     @property
     def references(self) -> dict[str | None, str]:
         """Model folders of the reference policies by data source; None: of all sources."""
-        several = self.model.teachers.items()
-        return {source: path for source, path in several} or {
-            None: self.model.reference or self.model.path
-        }
+        several = dict[str | None, str](self.model.teachers.items())
+        return several or {None: self.model.reference or self.model.path}
 
     @property
     def given_references(self) -> dict[str, str]:

@@ -86,9 +86,7 @@ class ConversationTokenizer:
             text = prompt + answer
         return WrittenConversation(tuple(turns))
 
-    def join(
-        self, written: Sequence[WrittenConversation]
-    ) -> list[tuple[list[int], Demonstration]]:
+    def join(self, written: Sequence[WrittenConversation]) -> list[tuple[list[int], Demonstration]]:
         """Return the prompt's tokens, and what follows them, of each conversation."""
         texts = [text for one in written for *pair, _ in one.turns for text in pair]
         ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())

@@ -135,7 +135,7 @@ def make_models(task: Task) -> None:
             noise=0.01 if is_teacher else 0.12,
         )  # fmt: skip
         torch.manual_seed(seed)
-        problems, ids, mask, first = sample(task, model, task.heldout)
+        problems, ids, _, first = sample(task, model, task.heldout)
         right = task.score(problems, ids[:, first:])
         model.save_pretrained(folder)
         print(f"{seed}: {right:.1%} right, {time.monotonic() - start:.0f} s", flush=True)
@@ -169,8 +169,13 @@ def evaluate(task: Task, model: Any, teacher: Any) -> tuple[float, float]:
 
 
 def update_loss(
-    objective: PolicyObjective, log_p: Tensor, log_q: Tensor, *,
-    behavior: Tensor, labels: Tensor, valid: Tensor,
+    objective: PolicyObjective,
+    log_p: Tensor,
+    log_q: Tensor,
+    *,
+    behavior: Tensor,
+    labels: Tensor,
+    valid: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the loss of a minibatch, and log w_L of its responses; [B, R, V] and [B, R] each."""
     own, theirs = (x.gather(2, labels[..., None]).squeeze(2) for x in (log_p, log_q))
@@ -290,7 +295,11 @@ def tables(rows: Sequence[dict[str, str]]) -> str:
             lines.append(f"| {epochs} | `{name}` | {kl:.4f} | {100 * right:.1f}% | {spread:.4f} |")
     found = [differences(rows, *contrast) for contrast in PRIMARY]
     adjusted = holm([student_p(each) for each in found])
-    lines += ["", "| epochs | contrast of log KL | mean, 95% interval | p (Holm) |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| epochs | contrast of log KL | mean, 95% interval | p (Holm) |",
+        "|---|---|---|---|",
+    ]
     for (epochs, one, other), each, p in zip(PRIMARY, found, adjusted, strict=True):
         interval = paired_interval(each)
         lines.append(

@@ -16,17 +16,18 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data.demonstrations import ConversationTokenizer
 
+BAR = "\uff5c"  # of full width, in the tokens of DeepSeek
 MODELS = {  # file, and the token that ends a response
     "qwen3": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma3": "<end_of_turn>",
     "gptoss": "<|return|>",
-    "deepseekv3": "<｜end▁of▁sentence｜>",
-    "deepseek_r1_distill": "<｜end▁of▁sentence｜>",
+    "deepseekv3": f"<{BAR}end▁of▁sentence{BAR}>",
+    "deepseek_r1_distill": f"<{BAR}end▁of▁sentence{BAR}>",
     "glm4moe": "<|user|>",
 }
 THINKING = ("qwen3", "deepseek_r1_distill", "deepseekv3", "glm4moe")
-SPECIAL = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?(?:think|start_of_turn|end_of_turn|tool_call)>")
+SPECIAL = re.compile(rf"<[|{BAR}][^<>\s]+?[|{BAR}]>|</?(?:think|tool_call)>|<\w+_of_turn>")
 
 
 def build(template: str, end: str) -> Any:

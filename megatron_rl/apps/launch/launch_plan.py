@@ -307,9 +307,15 @@ def _named_files(launch: Launch) -> dict[str, str]:
     """Return the files and folders that a run reads, by config key."""
     config = launch.config
     models = {"model.path": config.model.path} | config.given_references
-    return models | _further_paths(config) | {
-        key: path for key, (path, _) in config.prompt_files.items() if not path.startswith(ON_HUB)
-    }
+    return (
+        models
+        | _further_paths(config)
+        | {
+            key: path
+            for key, (path, _) in config.prompt_files.items()
+            if not path.startswith(ON_HUB)
+        }
+    )
 
 
 def _file_problems(launch: Launch, *, offline: bool) -> list[str]:

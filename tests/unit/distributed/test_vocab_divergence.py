@@ -198,9 +198,7 @@ def test_each_token_is_compared_with_its_own_reference(top_k):
     for positions, head in ((second, flipped), (first, their_weight)):
         part = ReferenceHead(theirs[positions], head)
         if top_k is not None:
-            part = top_tokens(
-                part.hidden, head, top_k=top_k, shard=shard, temperature=TEMPERATURE
-            )
+            part = top_tokens(part.hidden, head, top_k=top_k, shard=shard, temperature=TEMPERATURE)
         parts.append(part)
     hidden.requires_grad_()
     weight.requires_grad_()
