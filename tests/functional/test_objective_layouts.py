@@ -74,6 +74,11 @@ def _drifted(pack, logprobs, noise):
     return shifted.clamp(max=0)
 
 
+def _sources(packs):
+    """Data sources of each pack's responses; that of a filler's is none."""
+    return [[None if n < 0 else SOURCES[n % 2] for n in pack.rollout_indices] for pack in packs]
+
+
 def _distill_from_itself(actor, minibatch, objective):
     """Loss and gradient norm, without an update, of a teacher that is the student."""
     from dataclasses import replace
@@ -94,7 +99,7 @@ def run_objectives(rank, world_size, root, layout, cases):
     from megatron_rl.actor.reference import References
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.config.sections import OptimizerSection
-    from megatron_rl.data.packing import FILLER, plan_minibatches
+    from megatron_rl.data.packing import plan_minibatches
     from megatron_rl.objectives import build_objective
 
     tensor, pipeline, context = layout
@@ -128,10 +133,7 @@ def run_objectives(rank, world_size, root, layout, cases):
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
             pack.behavior_logprobs = _drifted(pack, logprobs, noise)
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
-        sources = [
-            [None if n == FILLER else SOURCES[n % 2] for n in pack.rollout_indices]
-            for pack in packs
-        ]
+        sources = _sources(packs)
         if objective.divergence is not None:
             losses[f"{case}, from itself"] = _distill_from_itself(actor, minibatch, objective)
             references = References(actor, folders)
