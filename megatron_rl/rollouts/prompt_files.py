@@ -218,7 +218,7 @@ def _read_set(
             highest = max(highest, *prompt.token_ids, *given)
             if teachers and prompt.data_source not in teachers:
                 raise ConfigError(
-                    f"{name_row(path, prompt.index)}: data_source {prompt.data_source!r} has no "
+                    f"{name_row(Path(path), prompt.index)}: data_source {prompt.data_source!r} has no "
                     f"teacher in model.teachers, which has {', '.join(teachers)}; add one under "
                     "this name"
                 )
