@@ -217,8 +217,9 @@ def _read_set(
             given = prompt.demonstration.token_ids if prompt.demonstration else ()
             highest = max(highest, *prompt.token_ids, *given)
             if teachers and prompt.data_source not in teachers:
+                place = name_row(Path(path), prompt.index)
                 raise ConfigError(
-                    f"{name_row(Path(path), prompt.index)}: data_source {prompt.data_source!r} has no "
+                    f"{place}: data_source {prompt.data_source!r} has no "
                     f"teacher in model.teachers, which has {', '.join(teachers)}; add one under "
                     "this name"
                 )
