@@ -267,6 +267,14 @@ class ReferenceTop:
     rest: Tensor  # [n] float32, log-prob of all other tokens together
 
 
+@dataclass(frozen=True)
+class ReferenceParts:
+    """What several references give to a pack, each at some of its n response tokens."""
+
+    positions: tuple[Tensor, ...]  # [n_i] int64 of each part, without common ones
+    parts: tuple[ReferenceHead | ReferenceTop, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
     """The tokens that a sampler kept at N positions of a pack, on the host and without padding.
@@ -321,7 +329,7 @@ class TokenBatch:
     turn_advantages: Tensor | None = None  # [T] float32, 0 off the mask; None: `advantages`
     reference_logprobs: Tensor | None = None  # [T] float32, for an objective with a KL term
     # on the last stage, for a KL term over the whole vocabulary
-    reference_head: ReferenceHead | ReferenceTop | None = None
+    reference_head: ReferenceHead | ReferenceTop | ReferenceParts | None = None
     # [T] each, the policy's at each update so far; None: not recorded
     traced_logprobs: list[Tensor] | None = None
     # [R] padded lengths of the sequences of each response, which sum to its length; (): one each

@@ -39,7 +39,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.layouts import layout_of
 from megatron_rl.resharding.pieces import padded_vocabulary
-from megatron_rl.types import Divergence, ReferenceHead, ReferenceTop
+from megatron_rl.types import Divergence, ReferenceHead, ReferenceParts, ReferenceTop
 
 # Compute capabilities whose cuDNN attends THD packs in linear memory with correct gradients. Below
 # 9.0 Transformer Engine does not use cuDNN for THD; on 12.x gradients were wrong
@@ -243,7 +243,7 @@ class PolicyModel(GPTModel):
         inputs: ModelInput,
         *,
         outputs: HeadOutputs = LOGPROBS_ALONE,
-        reference: ReferenceHead | ReferenceTop | None = None,
+        reference: ReferenceHead | ReferenceTop | ReferenceParts | None = None,
         sampling_mask: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states, or on the last stage log-probs [1, t], 0 off the mask.
@@ -313,7 +313,7 @@ class PolicyModel(GPTModel):
         hidden: Tensor,
         inputs: ModelInput,
         outputs: HeadOutputs,
-        reference: ReferenceHead | ReferenceTop | None,
+        reference: ReferenceHead | ReferenceTop | ReferenceParts | None,
         sampling_mask: Tensor | None,
     ) -> Tensor:
         """Compute the rows of `forward` in float32; [t / tp, 1, h] -> [1 to 3, t] or [n, h]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +19,9 @@ from megatron_rl.actor.packs import PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.weights import load_model, named_parameters
+from megatron_rl.errors import UserError
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.types import ReferenceHead, ReferenceTop, TokenBatch
+from megatron_rl.types import ReferenceHead, ReferenceParts, ReferenceTop, TokenBatch
 
 PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
@@ -152,6 +153,104 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         named = self._parameters()
         exchange([named[name] for name in self.inactive], list(self.inactive.values()))
+
+
+class References:
+    """The reference policies of a run: one, or one for each data source.
+
+    folders: model folder by data source; None: of all sources. Two sources may have the same.
+    """
+
+    def __init__(self, actor: MegatronActor, folders: Mapping[str | None, str]) -> None:
+        self.actor = actor
+        sources: dict[str, list[str | None]] = {}
+        for source, folder in folders.items():
+            sources.setdefault(str(Path(folder).resolve()), []).append(source)
+        self.sources = list(sources.values())
+        self.policies = [ReferencePolicy(actor, folder) for folder in sources]
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Raise UserError for a data source without a reference."""
+        known = {one for own in self.sources for one in own}
+        if None not in known and (missing := sorted(set(sources) - known)):
+            raise UserError(
+                f"model.teachers has none for the rollouts of data_source {missing[0]!r}, only for "
+                f"{', '.join(map(str, known))}; add one under this name"
+            )
+
+    def compute_logprobs(
+        self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
+    ) -> list[Tensor]:
+        """Compute log-probs of the labels by the reference of each response; [T] per pack.
+
+        sources: of each pack's responses, [R] each. 0 off the mask. Collective.
+        """
+        if None in self.sources[0]:
+            return self.policies[0].compute_logprobs(packs)
+        device = self.actor.topology.device
+        found = [torch.zeros(len(pack.tokens), device=device) for pack in packs]
+        for policy, masks in self._assign(packs, sources):
+            scored = policy.compute_logprobs([packs[index] for index in masks])
+            for (index, mask), logprobs in zip(masks.items(), scored, strict=True):
+                found[index] += torch.where(mask.to(device), logprobs, 0)
+        return found
+
+    def compute_head_inputs(
+        self,
+        packs: Sequence[TokenBatch],
+        sources: Sequence[Sequence[str | None]],
+        *,
+        top_k: int | None = None,
+    ) -> Sequence[ReferenceHead | ReferenceTop | ReferenceParts] | None:
+        """Compute what a divergence over the vocabulary needs, on the last stage; None on others.
+
+        sources: as of `compute_logprobs`. Collective.
+        """
+        if None in self.sources[0]:
+            return self.policies[0].compute_head_inputs(packs, top_k=top_k)
+        parts: list[list[tuple[Tensor, ReferenceHead | ReferenceTop]]] = [[] for _ in packs]
+        for policy, masks in self._assign(packs, sources):
+            heads = policy.compute_head_inputs([packs[index] for index in masks], top_k=top_k)
+            for (index, mask), head in zip(masks.items(), heads or (), strict=heads is not None):
+                host = self.actor.packs.prepare(packs[index]).host
+                positions = host.shard(mask)[host.mask].nonzero().squeeze(1)
+                if len(positions):
+                    parts[index].append((positions, select_tokens(head, positions)))
+        if not self.actor.topology.is_last_stage:
+            return None
+        return [
+            ReferenceParts(tuple(places for places, _ in own), tuple(part for _, part in own))
+            for own in parts
+        ]
+
+    def _assign(
+        self, packs: Sequence[TokenBatch], sources: Sequence[Sequence[str | None]]
+    ) -> list[tuple[ReferencePolicy, dict[int, Tensor]]]:
+        """Return each policy that has packs to score, with its tokens of these packs; [T] bool.
+
+        With expert parallelism every pack is scored: experts are on several replicas.
+        """
+        assigned = []
+        for policy, own in zip(self.policies, self.sources, strict=True):
+            masks = {}
+            for index, (pack, rows) in enumerate(zip(packs, sources, strict=True)):
+                is_own = torch.tensor([one in own for one in rows], device="cpu")
+                lengths = torch.tensor(pack.lengths, device="cpu")
+                mask = pack.response_mask & torch.repeat_interleave(is_own, lengths)
+                if self.actor.topology.ep_size > 1 or mask.any():
+                    masks[index] = mask
+            if masks:
+                assigned.append((policy, masks))
+        return assigned
+
+
+def select_tokens(
+    head: ReferenceHead | ReferenceTop, positions: Tensor
+) -> ReferenceHead | ReferenceTop:
+    """Return the part of some response tokens; [n_i] int64."""
+    if isinstance(head, ReferenceHead):
+        return ReferenceHead(head.hidden[positions], head.weight)
+    return ReferenceTop(**{key: values[positions] for key, values in vars(head).items()})
 
 
 @dataclass

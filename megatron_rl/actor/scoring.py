@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -28,7 +28,7 @@ from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_divergence import top_tokens
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.types import ReferenceHead, ReferenceTop, TokenBatch
+from megatron_rl.types import ReferenceHead, ReferenceParts, ReferenceTop, TokenBatch
 
 
 class ScoringModel:
@@ -138,9 +138,7 @@ class ScoringModel:
             pack = self.packs.prepare(batch)
             reference = batch.reference_head if outputs.divergence is not None else None
             if reference is not None:
-                device = self.topology.device
-                moved = {key: to_device(x, device) for key, x in vars(reference).items()}
-                reference = replace(reference, **moved)
+                reference = move_reference(reference, self.topology.device)
             mask = None
             if pack.sampling_mask is not None:
                 mask = to_device(pack.sampling_mask.padded(), self.topology.device)
@@ -182,6 +180,23 @@ class ScoringModel:
         """Gather the last stage's [rows, t] of each pack to [T, rows] on all replica ranks."""
         layouts = [self.packs.prepare(batch).layout for batch in micro_batches]
         return gather_packs(layouts, local, rows=rows, topology=self.topology)
+
+
+Reference = TypeVar("Reference", ReferenceHead, ReferenceTop, ReferenceParts)
+
+
+def move_reference(reference: Reference, device: torch.device) -> Reference:
+    """Return what a reference gives to a pack with all its tensors on the device."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return to_device(value, device)
+        if isinstance(value, tuple):
+            return tuple(move(one) for one in value)
+        return replace(value, **{key: move(one) for key, one in vars(value).items()})
+
+    moved: Reference = move(reference)
+    return moved
 
 
 def _keep_output(batch: TokenBatch, pack: LocalPack, output: Tensor) -> tuple[Tensor, Tensor]:

@@ -168,9 +168,16 @@ class Config(Section):
                 self.offline.rollouts is None and self.offline.behavior != "file",
                 "offline.rollouts=null",
             ),
-            f"model.reference={self.model.reference}": (
-                self.model.reference and not needs_reference(self.objective.choice.needs),
-                f"objective.name={self.objective.name} without objective.kl",
+            **{
+                f"{key}={path}": (
+                    not needs_reference(self.objective.choice.needs),
+                    f"objective.name={self.objective.name} without objective.kl",
+                )
+                for key, path in self.given_references.items()
+            },
+            "model.teachers": (
+                self.model.teachers and self.model.reference,
+                f"model.reference={self.model.reference}, one model for all data sources",
             ),
         }
         return [
@@ -376,9 +383,17 @@ class Config(Section):
         }
 
     @property
-    def reference_path(self) -> str:
-        """Model folder of the reference policy, for an objective with a KL term."""
-        return self.model.reference or self.model.path
+    def references(self) -> dict[str | None, str]:
+        """Model folders of the reference policies by data source; None: of all sources."""
+        several = dict[str | None, str](self.model.teachers.items())
+        return several or {None: self.model.reference or self.model.path}
+
+    @property
+    def given_references(self) -> dict[str, str]:
+        """Model folders of the reference policies that the config names, by key."""
+        named = {"model.reference": self.model.reference}
+        named |= {f"model.teachers.{source}": path for source, path in self.model.teachers.items()}
+        return {key: path for key, path in named.items() if path}
 
     @property
     def updates_per_step(self) -> int:

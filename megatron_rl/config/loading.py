@@ -318,7 +318,8 @@ def with_absolute_paths(config: Config) -> Config:
     return parse_config(values)
 
 
-MODELS = ("model.path", "model.reference", "offline.behavior")  # names on the hub are valid, too
+# names on the hub are valid, too
+MODELS = ("model.path", "model.reference", "model.teachers", "offline.behavior")
 
 
 def _make_absolute(values: dict[str, Any], section: type[BaseModel], prefix: str) -> None:
@@ -335,7 +336,9 @@ def _make_absolute(values: dict[str, Any], section: type[BaseModel], prefix: str
                 else:
                     _make_absolute(item, inner, f"{key}.{name_of_set}.")
         elif value and is_path(field.annotation, field.metadata):
-            values[name] = _absolute(value, key)
+            paths = value if isinstance(value, dict) else {"": value}
+            paths = {one: _absolute(path, key) for one, path in paths.items()}
+            values[name] = paths if isinstance(value, dict) else paths[""]
 
 
 def _absolute(path: str, key: str) -> str:

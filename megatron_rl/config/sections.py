@@ -146,6 +146,9 @@ class ModelSection(Section):
     reference: PathText | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
     on-policy distillation, with the policy's tokens and any shape; null uses `model.path`."""
+    teachers: dict[str, PathText] = {}
+    """Several such models, by the `data_source` of the prompts, such as
+    `{math: models/M, code: models/C}`; every source needs one (`docs/objectives.md`)."""
     trust_remote_code: bool = False
     """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
     Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""

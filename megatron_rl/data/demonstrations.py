@@ -6,6 +6,8 @@ differently later on (most drop their thinking), the next turn therefore begins 
 of the same response, as an agent's replaced history does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +18,29 @@ from megatron_rl.errors import UserError
 from megatron_rl.messages import Message
 from megatron_rl.rewards.thinking import ends_inside_thinking, has_end
 from megatron_rl.types import Demonstration
+
+
+@dataclass(frozen=True)
+class WrittenConversation:
+    """A conversation as texts: what precedes each trained answer, and the answer.
+
+    A text continues what was written before it, or else replaces all of it.
+    """
+
+    turns: tuple[tuple[str, str, bool], ...]  # text, answer, whether the text continues
+    ready: tuple[list[int], Demonstration] | None = None  # the tokens, where they are known
+
+
+def _join_turns(
+    turns: Sequence[tuple[list[int], list[int], bool]],
+) -> tuple[list[int], Demonstration]:
+    (prompt_ids, first, _), *others = turns
+    tokens, observed, restarts = [*first], [], []
+    for between, answer, continues in others:
+        restarts += [] if continues else [len(tokens)]
+        observed.append((len(tokens), len(tokens) + len(between)))
+        tokens += [*between, *answer]
+    return prompt_ids, Demonstration(tuple(tokens), tuple(observed), tuple(restarts))
 
 
 @dataclass(frozen=True)
@@ -36,6 +61,14 @@ class ConversationTokenizer:
 
         Raises UserError where a message cannot be trained as it is.
         """
+        (found,) = self.join([self.write(chat)])
+        return found
+
+    def write(self, chat: Chat) -> WrittenConversation:
+        """Write a conversation as texts, of which `join` tokenizes many together: it is faster.
+
+        Raises UserError where a message cannot be trained as it is.
+        """
         messages, tools = chat
         places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
@@ -43,24 +76,24 @@ class ConversationTokenizer:
         if places[0] == 0:
             raise UserError("begins with a message of the assistant, which has no prompt")
         if self.template == "raw":
-            return self._tokenize_raw(messages, places)
-        prompt_ids: list[int] = []
-        tokens: list[int] = []
-        observed, restarts, text = [], [], ""
+            return WrittenConversation((), self._tokenize_raw(messages, places))
+        turns, text = [], ""
         for place in places:
             prompt = self._write(messages[:place], tools)
             answer = self._write_answer(messages, place, prompt, tools)
-            if not text:
-                prompt_ids = self._ids(prompt)
-            else:
-                continues = prompt.startswith(text)
-                between = self._ids(prompt[len(text) :] if continues else prompt)
-                restarts += [] if continues else [len(tokens)]
-                observed.append((len(tokens), len(tokens) + len(between)))
-                tokens += between
-            tokens += self._ids(answer)
+            continues = prompt.startswith(text)
+            turns.append((prompt[len(text) :] if continues else prompt, answer, continues))
             text = prompt + answer
-        return prompt_ids, Demonstration(tuple(tokens), tuple(observed), tuple(restarts))
+        return WrittenConversation(tuple(turns))
+
+    def join(self, written: Sequence[WrittenConversation]) -> list[tuple[list[int], Demonstration]]:
+        """Return the prompt's tokens, and what follows them, of each conversation."""
+        texts = [text for one in written for *pair, _ in one.turns for text in pair]
+        ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+        return [
+            one.ready or _join_turns([(next(ids), next(ids), turn[2]) for turn in one.turns])
+            for one in written
+        ]
 
     def _write(self, messages: Sequence[Message], tools: Any, *, generate: bool = True) -> str:
         return render(messages, tools, self.tokenizer, arguments=self.arguments, generate=generate)

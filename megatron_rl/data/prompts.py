@@ -137,22 +137,28 @@ def _make_prompt(
 
 
 def _read_conversations(
-    rows: Iterable[tuple[int, Row, str]],
+    rows: Iterator[tuple[int, Row, str]],
     conversations: ConversationTokenizer,
     *,
     path: Path,
     longer: "_TooLong",
 ) -> Iterator[Prompt]:
     longer.name = "data.max_prompt_tokens + rollout.max_response_tokens"
-    for number, row, whole in rows:
-        try:
-            ids, demonstration = conversations.tokenize((row.messages, row.tools))
-        except UserError as error:
-            raise UserError(f"{name_row(path, number)}: {error}") from error
-        bounds = [-len(ids), *demonstration.restarts, len(demonstration.token_ids)]
-        if not longer.count_if(number, max(b - a for a, b in itertools.pairwise(bounds))):
-            text = conversations.tokenizer.decode(ids, skip_special_tokens=False)
-            yield _make_prompt(number, row, whole, ids, text, demonstration)
+    while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+        written = []
+        for number, row, _ in block:
+            try:
+                written.append(conversations.write((row.messages, row.tools)))
+            except UserError as error:
+                raise UserError(f"{name_row(path, number)}: {error}") from error
+        found = conversations.join(written)
+        texts = conversations.tokenizer.batch_decode(
+            [ids for ids, _ in found], skip_special_tokens=False
+        )
+        for (number, row, whole), (ids, given), text in zip(block, found, texts, strict=True):
+            bounds = [-len(ids), *given.restarts, len(given.token_ids)]
+            if not longer.count_if(number, max(b - a for a, b in itertools.pairwise(bounds))):
+                yield _make_prompt(number, row, whole, ids, text, given)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from megatron_rl.distributed.vocab_parallel import (
     tile_shape,
     weight_gradient,
 )
-from megatron_rl.types import Divergence, ReferenceHead, ReferenceTop
+from megatron_rl.types import Divergence, ReferenceHead, ReferenceParts, ReferenceTop
 
 
 def _half_log_to_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -187,11 +187,15 @@ def top_tokens(
 ) -> ReferenceTop:
     """Find the likeliest tokens of a model at each position, and their log-probs.
 
-    hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows. K
-    is `top_k`, or the vocabulary's size if that is smaller. Identical on every rank.
+    hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows.
+    Identical on every rank. Raises ValueError if `top_k` leaves no token for the others.
     """
+    if top_k >= shard.vocab_size:
+        raise ValueError(
+            f"top_k is {top_k}, but the vocabulary has {shard.vocab_size} tokens: give less, or "
+            "compare all tokens"
+        )
     real = weight[: shard.real_rows(len(weight))]
-    top_k = min(top_k, shard.vocab_size)
     best = torch.full((len(hidden), top_k), -torch.inf, device=hidden.device)
     ids = torch.zeros(len(hidden), top_k, dtype=torch.int64, device=hidden.device)
     for tokens, rows in _tiles(len(hidden), len(real), hidden.device.type):
@@ -253,7 +257,7 @@ class _TopDivergence(torch.autograd.Function):
 def token_divergences(
     hidden: Tensor,
     weight: Tensor,
-    reference: ReferenceHead | ReferenceTop,
+    reference: ReferenceHead | ReferenceTop | ReferenceParts,
     *,
     divergence: Divergence,
     shard: VocabShard,
@@ -265,8 +269,23 @@ def token_divergences(
     hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows.
     Differentiable in both. The gradients are those of `token_logprobs`: of `hidden` this rank's
     part, and of the weight in `main_grad` with `into_main_grad`. The reference's hidden size may be
-    another. Raises ValueError if it has other tokens or another vocabulary.
+    another. With `ReferenceParts` each token has the divergence from its own reference, 0 without
+    any. Raises ValueError if a reference has other tokens or another vocabulary.
     """
+    if isinstance(reference, ReferenceParts):
+        value = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        for positions, one in zip(reference.positions, reference.parts, strict=True):
+            own = token_divergences(
+                hidden[positions],
+                weight,
+                one,
+                divergence=divergence,
+                shard=shard,
+                temperature=temperature,
+                into_main_grad=into_main_grad,
+            )
+            value = value.index_copy(0, positions, own)
+        return value
     if isinstance(reference, ReferenceTop):
         top: Tensor = _TopDivergence.apply(
             hidden, weight, reference, divergence, shard, temperature, into_main_grad
@@ -281,7 +300,7 @@ def token_divergences(
                 f"the reference's {name} have shape {tuple(theirs.shape)}, but the policy's "
                 f"{tuple(own.shape)}: score the same pack with a model of the same vocabulary"
             )
-    value: Tensor = _Divergence.apply(
+    whole: Tensor = _Divergence.apply(
         hidden, weight, reference, divergence, shard, temperature, into_main_grad
     )
-    return value
+    return whole

@@ -28,14 +28,14 @@ def resolve_hub_names(
         try:
             if is_on_hub(name):
                 resolved[key] = _resolve_set(name, earlier.get(key, ""), echo)
-            elif not Path(name).exists() and HUB_NAME.fullmatch(name) and key in MODELS:
+            elif not Path(name).exists() and HUB_NAME.fullmatch(name) and is_model(key):
                 resolved[key] = _resolve_model(name, earlier.get(key, ""), echo)
         except ValueError as error:
             problems.append(f"{key}: {error}")
     values = config.model_dump()
     for key, name in resolved.items():
         section, _, setting = key.partition(".")
-        field, dot, in_set = setting.partition(".")  # data.mix.NAME and eval.sets.NAME
+        field, dot, in_set = setting.partition(".")  # data.mix.NAME, eval.sets.NAME
         if not dot:
             set_dotted(values, key, name)
         elif isinstance(values[section][field][in_set], str):
@@ -47,6 +47,11 @@ def resolve_hub_names(
     pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
     overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
     return parse_config(values), overrides, problems
+
+
+def is_model(key: str) -> bool:
+    """Return True for the key of a model, also of one of several."""
+    return key in MODELS or key.startswith("model.teachers.")
 
 
 def find_cached_config(name: str) -> Path | None:
@@ -72,7 +77,7 @@ def hub_problem(name: str) -> str | None:
 
 def _names(config: Config) -> dict[str, str]:
     """Collect the settings that may be hub names, by key."""
-    models = {"model.path": config.model.path, "model.reference": config.model.reference or ""}
+    models = {"model.path": config.model.path, **config.given_references}
     if config.offline.behavior != "file":
         models["offline.behavior"] = config.offline.behavior
     files = {key: path for key, (path, _) in config.prompt_files.items()}

@@ -20,7 +20,7 @@ from megatron_rl.models.adapters import (
     target_problems,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives.spec import FunctionSpec, check_function
+from megatron_rl.objectives.spec import FunctionSpec, ObjectiveSpec, check_function
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     cut_problems,
@@ -158,8 +158,9 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
     problems = []
     if (behavior := config.offline.behavior) != "file":
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
-    if (reference := config.model.reference) is not None:
-        problems += _reference_problems(reference, config, shape)
+    for key, folder in config.given_references.items():
+        problems += _reference_problems(key, folder, config, shape)
+    problems += _top_k_problems(config, shape)
     if config.lora is not None and shape is not None:
         problems += target_problems(shape, config.lora.targets)
         if config.lora.push == "adapters":
@@ -212,25 +213,39 @@ def _same_shape(
     ]
 
 
-def _reference_problems(folder: str, config: Config, shape: ModelShape | None) -> list[str]:
+def _top_k_problems(config: Config, shape: ModelShape | None) -> list[str]:
+    spec = config.objective.choice
+    kl = spec.kl if isinstance(spec, ObjectiveSpec) else None
+    if kl is None or kl.top_k is None or shape is None or kl.top_k < shape.vocab_size:
+        return []
+    return [
+        f"objective.kl.top_k={kl.top_k}: {config.model.path} has a vocabulary of "
+        f"{shape.vocab_size} tokens, so that none would be left; give less, or unset it to compare "
+        "all tokens"
+    ]
+
+
+def _reference_problems(
+    key: str, folder: str, config: Config, shape: ModelShape | None
+) -> list[str]:
     """List why a model cannot be the reference; of another shape, it has the same vocabulary."""
     try:
         other = read_model_shape(folder)
     except ValueError as error:
-        return [f"model.reference: {error}"]
+        return [f"{key}: {error}"]
     has_tokens = (Path(folder) / "tokenizer.json").is_file()
     if shape is None or (other == shape and not has_tokens):  # weights alone
         return []
     if other.vocab_size != shape.vocab_size:
         return [
-            f"model.reference: {folder} has a vocabulary of {other.vocab_size} tokens, but "
+            f"{key}: {folder} has a vocabulary of {other.vocab_size} tokens, but "
             f"{config.model.path} one of {shape.vocab_size}; a reference must have the same "
             "tokens: give a model of the same family, with the same vocab_size in its config.json"
         ]
     try:
         check_same_tokens(config.model.path, folder)
     except ValueError as error:
-        return [f"model.reference: {error}"]
+        return [f"{key}: {error}"]
     if other == shape:
         return []
     problems = [*cut_problems(config.parallel, other), *length_problems(config, other)]
@@ -239,7 +254,7 @@ def _reference_problems(folder: str, config: Config, shape: ModelShape | None) -
             f"model.fp8={config.model.fp8} has not been tried with a reference of another shape "
             "than the policy; unset model.fp8"
         )
-    return [f"model.reference: {folder}: {problem}" for problem in problems]
+    return [f"{key}: {folder}: {problem}" for problem in problems]
 
 
 def _schedule_problems(config: Config) -> list[str]:

@@ -142,14 +142,14 @@ def _weight_problems(config: Config, shape: ModelShape | None, known: list[str])
     if shape is None:
         return []
     folders = {"model.path": config.model.path}
-    if needs_reference(config.objective.choice.needs) and config.model.reference:
-        folders["model.reference"] = config.model.reference
+    if needs_reference(config.objective.choice.needs):
+        folders |= config.given_references
     problems = []
     for key, folder in folders.items():
         if _is_named(key, known):
             continue
         try:
-            check_headers(folder, read_model_shape(folder) if key == "model.reference" else shape)
+            check_headers(folder, shape if key == "model.path" else read_model_shape(folder))
         except ValueError as error:
             problems.append(f"{key}: {error}")
     return problems

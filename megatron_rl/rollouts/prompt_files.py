@@ -15,7 +15,7 @@ from megatron_rl.data.prompts import (
     read_prompts,
     write_prompts,
 )
-from megatron_rl.data.rows import FIRST_ROWS, count_rows
+from megatron_rl.data.rows import FIRST_ROWS, count_rows, name_row
 from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -47,9 +47,23 @@ def read_sets(
         echo(note)
     # New names: another node may still see an older file of this name, or its size.
     tables = {key: folder / f"{uuid.uuid4()}.arrow" for key in files}
+    sources: set[str] = set()
     for key, file in files.items():
-        write_prompts(tables[key], _read_set(config, shape, tokenizer, key, file, echo=echo))
+        read = _read_set(config, shape, tokenizer, key, file, echo=echo, sources=sources)
+        write_prompts(tables[key], read)
+    if set(config.training) <= set(files):
+        _check_teachers(config, sources)
     return tables
+
+
+def _check_teachers(config: Config, sources: set[str]) -> None:
+    """Raise ConfigError for a teacher of a data source that no training prompt has."""
+    for source in config.model.teachers:
+        if source not in sources:
+            raise ConfigError(
+                f"model.teachers.{source}: no training prompt has this data_source; they have "
+                f"{', '.join(sorted(sources))}: correct the name, or remove it"
+            )
 
 
 def count_prompts(config: Config) -> dict[str, int]:
@@ -113,23 +127,34 @@ def prompt_problems(
         return [f"model.path: {error}"], {}
     problems: list[str] = []
     first, sizes = {}, {}
+    sources: set[str] = set()
+    is_whole = set(config.training) <= set(files)  # all training prompts are read
     notes: list[str] = []  # on rows that are left out, which explain why a set is small
     for key, file in files.items():
         try:
-            prompts = list(
-                _read_set(config, shape, tokenizer, key, file, first=FIRST_ROWS, echo=notes.append)
-            )
+            read = _read_set(
+                config, shape, tokenizer, key, file,
+                first=FIRST_ROWS, echo=notes.append, sources=sources,
+            )  # fmt: skip
+            prompts = list(read)
         except ConfigError as error:
             if str(error) not in problems:  # a tokenizer of another model is one for all sets
                 problems.append(str(error))
+            is_whole = False
             continue
         if prompts:
             first[key] = prompts[0]
         rest = max(count_rows(file[0]) - FIRST_ROWS, 0)  # each of which may be a prompt
+        is_whole = is_whole and not (key in config.training and rest)
         # no more than a step needs: the whole order takes a moment
         sizes[key] = int(
             min(len(prompts) + rest, max(len(prompts), config.rollout.prompts_per_step))
         )
+    if is_whole:
+        try:
+            _check_teachers(config, sources)
+        except ConfigError as error:
+            problems.append(str(error))
     training = [sizes[key] for key in config.training if key in sizes]
     if training and len(training) == len(config.training) and set(config.training) <= set(files):
         try:
@@ -164,8 +189,11 @@ def _read_set(
     *,
     first: int | None = None,
     echo: Callable[[str], object] = lambda text: None,
+    sources: set[str] | None = None,
 ) -> Iterator[Prompt]:
+    """Yield a set's prompts; sources: receives the data sources of training prompts."""
     path, columns = file
+    teachers = config.model.teachers if key in config.training else {}
     data, highest = config.data, 0
     conversations, limit = None, data.max_prompt_tokens
     try:
@@ -188,6 +216,15 @@ def _read_set(
         ):
             given = prompt.demonstration.token_ids if prompt.demonstration else ()
             highest = max(highest, *prompt.token_ids, *given)
+            if teachers and prompt.data_source not in teachers:
+                place = name_row(Path(path), prompt.index)
+                raise ConfigError(
+                    f"{place}: data_source {prompt.data_source!r} has no "
+                    f"teacher in model.teachers, which has {', '.join(teachers)}; add one under "
+                    "this name"
+                )
+            if teachers and sources is not None:
+                sources.add(prompt.data_source)
             yield prompt
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error

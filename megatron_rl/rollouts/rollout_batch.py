@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.reference import ReferencePolicy, References
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.config import Config
 from megatron_rl.data.packing import (
@@ -269,15 +269,25 @@ class RolloutBatch:
             pack.turn_advantages = values
 
     def freeze_reference(
-        self, reference: ReferencePolicy, *, whole_vocabulary: bool, top_k: int | None = None
+        self, references: References, *, whole_vocabulary: bool, top_k: int | None = None
     ) -> None:
-        """Compute what a KL term needs of the reference policy; collective."""
+        """Compute what a KL term needs of the reference policies; collective.
+
+        Raises UserError, on every rank, for a response whose data source has no reference.
+        """
+        by_rollout = [rollout.prompt.data_source for rollout in self.rollouts]
+        references.check_sources(by_rollout)
+        sources = [
+            [None if index == FILLER else by_rollout[index] for index in pack.rollout_indices]
+            for pack in self.packs
+        ]
         if whole_vocabulary:
-            heads = reference.compute_head_inputs(self.packs, top_k=top_k)
+            heads = references.compute_head_inputs(self.packs, sources, top_k=top_k)
             for pack, head in zip(self.packs, heads or (), strict=heads is not None):
                 pack.reference_head = head
             return
-        for pack, logprobs in zip(self.packs, reference.compute_logprobs(self.packs), strict=True):
+        scored = references.compute_logprobs(self.packs, sources)
+        for pack, logprobs in zip(self.packs, scored, strict=True):
             pack.reference_logprobs = logprobs
 
     def _mean(self, values: list[Tensor]) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.reference import References
 from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RunContext
@@ -13,11 +13,11 @@ from megatron_rl.rollouts.source import RunContext
 class BatchSelector:
     """Turns fresh and buffered groups into the batch of a step.
 
-    reference: only for objectives with a KL term.
+    references: only for objectives with a KL term.
     """
 
     run: RunContext
-    reference: ReferencePolicy | None = None
+    references: References | None = None
 
     def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
         """Insert fresh groups into the buffer and return the batch that `step` trains."""
@@ -33,11 +33,11 @@ class BatchSelector:
         if self.is_decoupled:
             with clock.phase("behavior"):
                 batch.center_on(self.run.actor)
-        if self.reference is not None:
+        if self.references is not None:
             with clock.phase("reference"):
                 objective = self.run.objective
                 batch.freeze_reference(
-                    self.reference,
+                    self.references,
                     whole_vocabulary=objective.divergence is not None,
                     top_k=objective.top_k,
                 )

@@ -73,10 +73,10 @@ def read_inputs(config: Config) -> Inputs:
     for key, name in paths.items():
         if name is not None and Path(str(name)).exists():
             found[key] = read_path(str(name))
-    models = {"model.path": config.model.path, "model.reference": config.model.reference,
+    models = {"model.path": config.model.path, **config.given_references,
               "offline.behavior": config.offline.behavior}  # fmt: skip
     for key, name in models.items():
-        if name is not None and (Path(name) / "config.json").is_file():
+        if (Path(name) / "config.json").is_file():
             found[key] = _read_model(name)
     for key, name in config.code.items():
         files = module_files(name.partition(":")[0])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
-from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.reference import ReferencePolicy, References
 from megatron_rl.actor.weights import ProgressCallback
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -97,7 +97,8 @@ def run_training(
     check_headers(config.model.path, shape)
     objective = build_objective(config.objective.name, **config.objective.overrides)
     if needs_reference(objective.needs):
-        check_headers(config.reference_path, read_model_shape(config.reference_path))
+        for folder in config.references.values():
+            check_headers(folder, read_model_shape(folder))
     directory = RunDirectory.of(config)
     if rank == 0:
         directory.lock()
@@ -289,7 +290,7 @@ def _build_trainer(
     )
     # First, while the actor has the weights that it read, which are often the reference's.
     compares = needs_reference(objective.needs)
-    reference = ReferencePolicy(actor, config.reference_path) if compares else None
+    references = References(actor, config.references) if compares else None
     checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)
@@ -301,7 +302,7 @@ def _build_trainer(
         run=run,
         engine=engine,
         source=source,
-        selector=BatchSelector(run, reference),
+        selector=BatchSelector(run, references),
         evaluator=(Evaluator if link is None else RemoteEvaluator)(
             config, cast(Any, engine), grader, prompts.evaluation, recorder, console, conversations
         ),

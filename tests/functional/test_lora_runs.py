@@ -8,20 +8,34 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from megatron_rl.apps.tasks import tiny_task
 from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import SHORT, assert_same_run, start_and_wait
 from tests.functional.tiny_runs import TASK, make_task, train
 
 LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
         "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
-        "objective.kl={coefficient: 1.0e-3, estimator: jsd}", "run.resume=auto")  # fmt: skip
+        "objective.kl={coefficient: 1.0e-3, estimator: jsd}", "run.resume=auto",
+        f"model.teachers={{tiny_running_sum: {TASK}_teacher}}")  # fmt: skip
+DEEPER = tiny_task.Settings(layers=3)  # the teacher
 ADAPTER_PARAMETERS = 17408  # of rank 8 on the tiny model
+
+
+def make_teacher():
+    """A random model of another depth than the student's."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(TASK / "model")
+    model = tiny_task.build_model(DEEPER, tokenizer, 128)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(f"{TASK}_teacher")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     make_task()
+    make_teacher()
     runs = tmp_path_factory.mktemp("runs")
     train(f"run.dir={runs}", "run.name=whole", *LORA)
     return runs / "whole"
@@ -62,12 +76,15 @@ def assert_same_adapters(ours, theirs):
         assert all(torch.equal(mine[key], value) for key, value in wanted.items())
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, whole):
-    arguments = (f"run.dir={tmp_path}", "run.name=killed", *LORA)
-    kill(arguments, tmp_path / "killed", rows=3)
+def test_an_interrupted_run_continues_there(tmp_path, whole):
+    """Most likely out of generating for step 2, or between two of its updates."""
+    arguments = (f"run.dir={tmp_path}", "run.name=ended", *LORA)
+    process = start_and_wait(arguments, tmp_path / "ended", rows=2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == os.EX_TEMPFAIL, process.read()
     train(*arguments)
-    assert_same_run(tmp_path / "killed", whole)
-    assert_same_adapters(tmp_path / "killed", whole)
+    assert_same_run(tmp_path / "ended", whole)
+    assert_same_adapters(tmp_path / "ended", whole)
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from megatron_rl.objectives import OBJECTIVE_NAMES
-from tests.functional.test_actor_layouts import make_model, make_rollouts
+from tests.functional.test_actor_architectures import EXPERTS, SIZES
+from tests.functional.test_actor_layouts import make_model, make_rollouts, randomise
 from tests.published_form import load_model
 from tests.ranks import run_ranks
 
@@ -32,22 +34,31 @@ for divergence in DIVERGENCES:
     term = {"kl": {"coefficient": 1.0, "estimator": divergence}}
     CASES[f"distillation, {divergence}"] = ("grpo", {**DISTILLED, **term})
     CASES[f"other shape, {divergence}"] = CASES[f"distillation, {divergence}"]
+CASES["two teachers, reverse_kl"] = CASES["distillation, reverse_kl"]
 few = {"kl": {"coefficient": 1.0, "estimator": "forward_kl", "top_k": 5}}
 CASES["distillation, likeliest tokens"] = ("grpo", {**DISTILLED, **few})
 CASES["other shape, likeliest tokens"] = CASES["distillation, likeliest tokens"]
+CASES["two teachers, likeliest tokens"] = CASES["distillation, likeliest tokens"]
 wide = {"low": 0.05, "high": 0.07}  # some weights leave the bounds
 weighted = {"kl": {"coefficient": 1.0, "estimator": "jsd", "weighted": True}, "constraint": wide}
 CASES["distillation and rewards"] = ("pnpo", {**weighted, "entropy_coefficient": 0.2})
 advantage = {"kl": {"coefficient": 1.0, "estimator": "advantage"}, "constraint": wide}
 CASES["other shape, advantage"] = ("pnpo", {**DISTILLED, **advantage})
+CASES["two teachers, advantage"] = CASES["other shape, advantage"]
 CASES["m2po, rejecting"] = ("m2po", {"constraint": {"threshold": 1e-3}})
 PIPELINED = [
     "pnpo", "pnpo with k3 and entropy", "grpo with k2 and entropy", "distillation, reverse_kl",
     "distillation and rewards", "m2po, rejecting", "other shape, jsd",
-    "other shape, likeliest tokens",
+    "other shape, likeliest tokens", "two teachers, reverse_kl", "two teachers, likeliest tokens",
+    "two teachers, advantage",
 ]  # fmt: skip
 LAYOUTS = {1: ((1, 1, 1), list(CASES)), 4: ((2, 1, 2), list(CASES)), 8: ((2, 2, 2), PIPELINED)}
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
+SOURCES = "ab"  # of the responses in turn, where two teachers are given
+TEACHERS = {  # other families than the student's Qwen2, with other depths and widths
+    "teacher": ("LlamaConfig", {"hidden_size": 48, "num_hidden_layers": 2}),
+    "experts": ("Qwen3MoeConfig", {"num_hidden_layers": 3, **EXPERTS, "norm_topk_prob": True}),
+}
 DRIFT = 0.05  # of each token's log-prob from the behavior policy: some weights leave their bounds
 
 
@@ -61,6 +72,11 @@ def _drifted(pack, logprobs, noise):
         part[rows] -= noise[index, : int(rows.sum())]
         start += length
     return shifted.clamp(max=0)
+
+
+def _sources(packs):
+    """Data sources of each pack's responses; that of a filler's is none."""
+    return [[None if n < 0 else SOURCES[n % 2] for n in pack.rollout_indices] for pack in packs]
 
 
 def _distill_from_itself(actor, minibatch, objective):
@@ -80,7 +96,7 @@ def run_objectives(rank, world_size, root, layout, cases):
     """One update by every objective, each from the same weights; runs on every rank."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.actor.reference import ReferencePolicy
+    from megatron_rl.actor.reference import References
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import plan_minibatches
@@ -95,7 +111,9 @@ def run_objectives(rank, world_size, root, layout, cases):
     for case in cases:
         name, overrides = CASES[case]
         objective = build_objective(name, **overrides)
-        of = "teacher" if case.startswith("other shape") else "reference"
+        folders = {None: root / ("teacher" if case.startswith("other shape") else "reference")}
+        if case.startswith("two teachers"):
+            folders = {"a": root / "reference", "b": root / "experts"}
         settings = ActorSettings(
             optimizer=OptimizerSection(
                 learning_rate=3e-3, epsilon=1e-3, weight_decay=0.0, max_grad_norm=0.0
@@ -115,15 +133,16 @@ def run_objectives(rank, world_size, root, layout, cases):
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
             pack.behavior_logprobs = _drifted(pack, logprobs, noise)
             pack.rollout_logprobs = _drifted(pack, pack.behavior_logprobs, engine_noise)
+        sources = _sources(packs)
         if objective.divergence is not None:
             losses[f"{case}, from itself"] = _distill_from_itself(actor, minibatch, objective)
-            reference = ReferencePolicy(actor, root / of)
-            heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
+            references = References(actor, folders)
+            heads = references.compute_head_inputs(packs, sources, top_k=objective.top_k)
             for pack, head in zip(packs, heads or (), strict=heads is not None):
                 pack.reference_head = head
         if "reference_logprobs" in objective.needs:
-            reference = ReferencePolicy(actor, root / of)
-            for pack, logprobs in zip(packs, reference.compute_logprobs(packs), strict=True):
+            scored = References(actor, folders).compute_logprobs(packs, sources)
+            for pack, logprobs in zip(packs, scored, strict=True):
                 pack.reference_logprobs = logprobs
         result = actor.update(minibatch, objective)
         metrics = result.statistics.to_metrics()
@@ -133,12 +152,22 @@ def run_objectives(rank, world_size, root, layout, cases):
     return json.dumps(losses)
 
 
+def make_teacher(folder, kind, changes, *, seed):
+    """A random model of another family, with the student's tokens."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**SIZES | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory):
     root = tmp_path_factory.mktemp("objectives")
     make_model(root / "model", tied=True)
     make_model(root / "reference", tied=True, seed=4)
-    make_model(root / "teacher", tied=False, seed=5, hidden=48, layers=2)
+    for number, (name, (kind, changes)) in enumerate(TEACHERS.items()):
+        make_teacher(root / name, kind, changes, seed=5 + number)
     return root, {
         ranks: json.loads(run_ranks(run_objectives, ranks, root, layout, cases)[0])
         for ranks, (layout, cases) in LAYOUTS.items()
@@ -184,19 +213,24 @@ def test_teacher_that_is_the_student_gives_no_gradient(updated):
 
 
 def test_distillation_equals_transformers(updated):
-    """Loss and gradient norm of both models' whole vocabulary, at the temperature of 1."""
+    """Loss and gradient norm of both models' whole vocabulary, at the temperature of 1.
+
+    Of two teachers each response has its own, and the sum over both is divided by all tokens.
+    """
     root, one = updated[0], updated[1][1]
     student = load_model(root / "model")
     teachers = {
-        "distillation": load_model(root / "reference"),
-        "other shape": load_model(root / "teacher"),
+        "distillation": [load_model(root / "reference")],
+        "other shape": [load_model(root / "teacher")],
+        "two teachers": [load_model(root / name) for name in ("reference", "experts")],
     }
     rollouts, _ = make_rollouts()
     for kind, divergence in itertools.product(teachers, DIVERGENCES):
-        teacher = teachers[kind]
+        if f"{kind}, {divergence}" not in one:
+            continue
         student.zero_grad()
         total, count = 0.0, 0
-        for rollout in rollouts:
+        for rollout, teacher in zip(rollouts, itertools.cycle(teachers[kind])):
             prompt, response = rollout.prompt.token_ids, rollout.response.token_ids
             ids = torch.tensor([[*prompt, *response]])
             rows = slice(len(prompt) - 1, -1)

@@ -33,6 +33,15 @@ def test_group_of_equal_rewards_has_zero_advantages(reward):
     assert advantages.eq(0).all()
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.1, 1.0])
+def test_constant_baseline_weights_right_answers_against_wrong_ones(factor):
+    """NSR and W-REINFORCE (arXiv 2506.01347): +factor and -1, here divided by 1 + factor."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    wanted = [[factor if reward else -1.0 for reward in row] for row in rewards.tolist()]
+    found = (1 + factor) * raw_advantages(rewards, shift=1 / (1 + factor))
+    assert found[0].tolist() == pytest.approx(wanted[0], abs=1e-15)
+
+
 def test_baseline_can_be_shifted_or_constant():
     # AsymRE: V = the group's mean 0.25 - 0.1; where all are equal what is left is the shift.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0] * 4], dtype=torch.float64)

@@ -306,12 +306,16 @@ def unchecked(launch: Launch) -> list[str]:
 def _named_files(launch: Launch) -> dict[str, str]:
     """Return the files and folders that a run reads, by config key."""
     config = launch.config
-    named = {"model.path": config.model.path} | _further_paths(config)
-    if config.model.reference is not None:
-        named["model.reference"] = config.model.reference
-    return named | {
-        key: path for key, (path, _) in config.prompt_files.items() if not path.startswith(ON_HUB)
-    }
+    models = {"model.path": config.model.path} | config.given_references
+    return (
+        models
+        | _further_paths(config)
+        | {
+            key: path
+            for key, (path, _) in config.prompt_files.items()
+            if not path.startswith(ON_HUB)
+        }
+    )
 
 
 def _file_problems(launch: Launch, *, offline: bool) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.dry_run import Stage, group_names, on_step
-from megatron_rl.actor.reference import ReferencePolicy
+from megatron_rl.actor.reference import References
 from megatron_rl.apps.planning.fake_device import CPU, CUDA, Meter, PhaseCount, fake_device
 from megatron_rl.config import Config
 from megatron_rl.data.packing import padded_length, plan_minibatches
@@ -126,10 +126,10 @@ def measure(
     nothing = torch.empty(0)  # meta tensors have no values to fit
     objective = objective.resolve(MinibatchTokens.whole(nothing, nothing, nothing))
     actor = _build(config, topology, meter)
-    states, reference = dict(meter.live_bytes), None
+    states, references = dict(meter.live_bytes), None
     if needs_reference(objective.needs):
         meter.category = "reference"
-        reference = ReferencePolicy(actor, config.reference_path)
+        references = References(actor, config.references)
     responses = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
     needed = -(-_responses_per_rank(config, topology) // len(responses))
     if micro_batches is None:
@@ -145,8 +145,8 @@ def measure(
         pack.behavior_logprobs = logprobs
         if "reference_logprobs" in objective.needs:
             pack.reference_logprobs = torch.zeros_like(logprobs)
-    if reference is not None:
-        _score_reference(reference, packs, objective, meter)
+    if references is not None:
+        _score_references(references, packs, objective, meter)
     for update in range(updates):
         _update(actor, minibatch, objective, meter, number=f" {update + 1}" if update else "")
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
@@ -171,18 +171,24 @@ def measure(
     )
 
 
-def _score_reference(
-    reference: ReferencePolicy, packs: Sequence[TokenBatch], objective: Any, meter: Meter
+def _score_references(
+    references: References, packs: Sequence[TokenBatch], objective: Any, meter: Meter
 ) -> None:
-    """Run the reference over the packs; one of another shape as a phase of its own."""
-    if reference.other is not None:
+    """Run the references over the packs, in turn; those of another shape as a phase of its own.
+
+    Several have the responses of each pack one after the other.
+    """
+    names = [own[0] for own in references.sources]
+    sources = [[names[n % len(names)] for n in range(len(pack.lengths))] for pack in packs]
+    is_other = any(policy.other is not None for policy in references.policies)
+    if is_other:
         meter.begin("reference")
     if objective.divergence is not None:
-        heads = reference.compute_head_inputs(packs, top_k=objective.top_k)
+        heads = references.compute_head_inputs(packs, sources, top_k=objective.top_k)
         for pack, head in zip(packs, heads or (), strict=heads is not None):
             pack.reference_head = head
-    elif reference.other is not None:
-        reference.compute_logprobs(packs)
+    elif is_other:
+        references.compute_logprobs(packs, sources)
 
 
 def _update(

@@ -173,8 +173,9 @@ def _pinned_bytes(config: Config, dry_run: DryRun, *, engine: int) -> dict[str, 
         }
     weights = _width(config) * dry_run.parameters
     needs = build_objective(config.objective.name, **config.objective.overrides).needs
+    copies = len(set(config.references.values()))
     return {
-        "reference policy": weights if needs_reference(needs) else 0,
+        "reference policy": weights * copies if needs_reference(needs) else 0,
         "weights kept for behavior log-probs": weights if config.behavior == "actor" else 0,
     }
 

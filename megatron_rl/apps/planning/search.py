@@ -273,7 +273,8 @@ def _with_layout(
 ) -> Config:
     """Return the config of a dry run with this layout and model."""
     sections = {
-        "model": {"path": model, "reference": None},  # `Planner` adds one of another shape
+        # `Planner` adds those of another shape
+        "model": {"path": model, "reference": None, "teachers": {}},
         "parallel": {
             "tensor": layout.tensor,
             "pipeline": layout.pipeline,
@@ -494,34 +495,39 @@ class Planner:
 
     @property
     def scoring_passes(self) -> float:
-        """Forward passes over the rollout batch: of the behavior policy, and of a reference.
+        """Forward passes over the rollout batch: of the behavior policy, and of references.
 
-        Those of a reference of another shape are counted by its active weights.
+        Those of a reference of another shape are counted by its active weights. Each of several
+        is counted as if it had rows in all packs.
         """
         own = self.workload.scored_part * self._is_scored_by_actor
-        if self.other is not None:
-            return own + engine_sizes(self.other, 1).active / engine_sizes(self.shape, 1).active
-        return own + needs_reference(self.config.objective.choice.needs)
+        active = engine_sizes(self.shape, 1).active
+        return own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
 
-    def _reference_bytes(self, stages: Sequence[Counts]) -> float:
-        """Return the bytes of a reference policy, unless it is the model without its adapters."""
-        config = self.config
-        is_own = config.lora is not None and config.reference_path == config.model.path
-        if not needs_reference(config.objective.choice.needs) or is_own:
-            return 0.0
+    def _reference_bytes(self, stages: Sequence[Counts], *, on_device: bool = False) -> float:
+        """Return the bytes of the references on the host, except the model without its adapters.
+
+        on_device: of the largest with another shape, which is beside the policy while it scores.
+        """
         weights = max(stage["states weights"] for stage in stages)
-        if self.other is None:
-            return weights
-        return weights * sum(_weights(self.other)) / sum(_weights(self.shape))
+        config, own = self.config, sum(_weights(self.shape))
+        sizes = [
+            weights * sum(_weights(shape)) / own
+            for folder, shape in self.references.items()
+            if (not on_device or shape != self.shape)
+            and (config.lora is None or folder != config.model.path)
+        ]
+        return max(sizes, default=0.0) if on_device else sum(sizes)
 
     @cached_property
-    def other(self) -> ModelShape | None:
-        """The shape of a reference that has another than the policy."""
+    def references(self) -> dict[str, ModelShape]:
+        """Shapes of the reference policies by folder; empty if the objective needs none."""
         config = self.config
-        if not needs_reference(config.objective.choice.needs) or config.model.reference is None:
-            return None
-        shape = read_model_shape(config.model.reference)
-        return None if shape == self.shape else shape
+        if not needs_reference(config.objective.choice.needs):
+            return {}
+        path = config.model.path
+        folders = dict.fromkeys(config.references.values())
+        return {one: self.shape if one == path else read_model_shape(one) for one in folders}
 
     def stages(self, layout: Layout, dry_runs: DryRuns) -> tuple[list[Counts], float]:
         """Return the counts of the first (or only) and the last stage, and the replicas' share.
@@ -554,8 +560,7 @@ class Planner:
             awake = max(update, stage["step peak"]) - spread
             states = optimizer + stage.get("states gradients", 0)
             scoring = stage["behavior peak"] - (spread if layout.engine_ranks else states)
-            if self.other is not None:  # with the policy's weights while it scores
-                scoring += self._reference_bytes(stages)
+            scoring += self._reference_bytes(stages, on_device=True)
             found.append((awake + further, scoring, stage["asleep"], states - spread))
         train, behavior, asleep, states = map(max, zip(*found, strict=True))
         buckets = self._bucket_bytes

@@ -6,7 +6,7 @@ import torch
 from megatron_rl.distributed import vocab_parallel
 from megatron_rl.distributed.vocab_divergence import token_divergences, top_tokens
 from megatron_rl.distributed.vocab_parallel import VocabShard
-from megatron_rl.types import ReferenceHead
+from megatron_rl.types import ReferenceHead, ReferenceParts
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 50, 64
@@ -33,21 +33,25 @@ def _buckets(p, q, top_k):
     for p_row, q_row in zip(p, q, strict=True):
         order = sorted(range(VOCAB), key=lambda token: -q_row[token].item())
         own, theirs = ([x[token] for token in order[:top_k]] for x in (p_row, q_row))
-        if top_k < VOCAB:
-            own.append(sum(p_row[token] for token in order[top_k:]))
-            theirs.append(sum(q_row[token] for token in order[top_k:]))
+        own.append(sum(p_row[token] for token in order[top_k:]))
+        theirs.append(sum(q_row[token] for token in order[top_k:]))
         rows.append((torch.stack(own), torch.stack(theirs)))
     return (torch.stack(x) for x in zip(*rows, strict=True))
 
 
-def _plain(divergence, top_k=None):
-    """Value and gradients by autograd from materialized float64 probabilities."""
+def _plain(divergence, top_k=None, others=()):
+    """Value and gradients by autograd from materialized float64 probabilities.
+
+    others: tokens whose reference has its output weight in another order.
+    """
     hidden, weight, their_hidden, their_weight, grad = (x.double() for x in _inputs())
     hidden.requires_grad_()
     weight.requires_grad_()
     p = torch.softmax(hidden @ weight[:VOCAB].t() / TEMPERATURE, dim=-1)
     q = torch.softmax(their_hidden @ their_weight[:VOCAB].t() / TEMPERATURE, dim=-1)
-
+    for token in others:
+        logits = their_weight[:VOCAB].flip(0) @ their_hidden[token]
+        q[token] = torch.softmax(logits / TEMPERATURE, dim=-1)
     if top_k is not None:
         p, q = _buckets(p, q, top_k)
 
@@ -130,7 +134,7 @@ def test_same_policy_gives_exactly_zero(divergence, monkeypatch):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("top_k", [1, 5, VOCAB])
+@pytest.mark.parametrize("top_k", [1, 5, VOCAB - 1])
 def test_likeliest_tokens_and_the_rest_equal_float64_loops(divergence, top_k, monkeypatch):
     # Of four ranks the last has 2 real rows of 16, fewer than 5; tiles of 5 x 7 and 5 x 12.
     value, grad_hidden, grad_weight = _plain(divergence, top_k)
@@ -180,3 +184,35 @@ def test_reference_of_another_pack_is_rejected():
             divergence="jsd",
             shard=VocabShard(0, VOCAB),
         )
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_each_token_is_compared_with_its_own_reference(top_k):
+    """Every third token has the second reference, in any order of the two."""
+    hidden, weight, theirs, their_weight, grad = _inputs()
+    shard = VocabShard(0, VOCAB, None)
+    second = torch.arange(0, TOKENS, 3)
+    first = torch.tensor([n for n in range(TOKENS) if n % 3])
+    flipped = torch.cat((their_weight[:VOCAB].flip(0), their_weight[VOCAB:]))
+    parts = []
+    for positions, head in ((second, flipped), (first, their_weight)):
+        part = ReferenceHead(theirs[positions], head)
+        if top_k is not None:
+            part = top_tokens(part.hidden, head, top_k=top_k, shard=shard, temperature=TEMPERATURE)
+        parts.append(part)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    value = token_divergences(
+        hidden, weight, ReferenceParts((second, first), tuple(parts)),
+        divergence="jsd", shard=shard, temperature=TEMPERATURE,
+    )  # fmt: skip
+    value.backward(grad)
+    wanted = _plain("jsd", top_k, others=second.tolist())
+    for got, want in zip((value.detach(), hidden.grad, weight.grad), wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_likeliest_tokens_leave_some_for_the_others():
+    hidden, weight, *_ = _inputs()
+    with pytest.raises(ValueError, match=f"top_k is {VOCAB}, but the vocabulary has {VOCAB}"):
+        top_tokens(hidden, weight, top_k=VOCAB, shard=VocabShard(0, VOCAB, None))

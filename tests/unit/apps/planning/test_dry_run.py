@@ -30,9 +30,9 @@ CASES = {
             "name": "grpo", "advantage_coefficient": 0,
             "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
     ),
-    "tensor x pipeline, another teacher": (
-        "dense", {"tensor": 2, "pipeline": 2}, {"model": {"reference": "window"}, "objective": {
-            "name": "grpo", "advantage_coefficient": 0,
+    "tensor x pipeline, two teachers": (
+        "dense", {"tensor": 2, "pipeline": 2}, {"model": {"teachers": ("window", "dense")},
+        "objective": {"name": "grpo", "advantage_coefficient": 0,
             "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
     ),
     "experts x context, KL": (
@@ -54,8 +54,8 @@ def make_config(folder, name):
     }
     for section, settings in further.items():
         values[section] = values.get(section, {}) | settings
-    if reference := values["model"].get("reference"):
-        values["model"]["reference"] = str(folder / reference)
+    if teachers := values["model"].get("teachers"):
+        values["model"]["teachers"] = {one: str(folder / one) for one in teachers}
     return parse_config(values)
 
 
