@@ -1,4 +1,4 @@
-"""Planned steps with engines on ranks of their own and on shared ranks: docs/planning.md's table.
+"""Planned steps with engines on ranks of their own or shared ones: docs/engine-ranks.md's table.
 
     PYTHONPATH=. python -m research.tools.engine_split [--models NAME ...] [--device h100]
 
