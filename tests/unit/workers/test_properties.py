@@ -22,6 +22,8 @@ from megatron_rl.rewards.broker import MOST_CALLS
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import TIME_LIMIT, Item
 from megatron_rl.runtime.interruption import SIGNALS
+from megatron_rl.workers import client
+from tests.running import assert_end
 from tests.unit.environments import test_pool
 from tests.unit.environments.test_pool import Talk
 from tests.unit.workers.troubles import PER_CONVERSATION, TROUBLES
@@ -260,6 +262,30 @@ def test_close_may_be_async(tmp_path):
         pool.poll(30.0)
         pool.end(0)
     assert (tmp_path / "closed").exists()
+
+
+def test_module_that_never_loads_is_named_and_ended(tmp_path, monkeypatch):
+    (tmp_path / "sleeps_as_it_loads.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(client, "START_SECONDS", 2.0)
+    with test_pool.open_pool("Any", module="sleeps_as_it_loads") as pool:
+        with pytest.raises(BrokenEnvironmentError, match=r"sleeps_as_it_loads.* not start in 2 s"):
+            pool.start()
+        broker = psutil.Process(pool._process.pid)
+        processes = [broker, *broker.children(recursive=True)]
+    assert_end(one.pid for one in processes)
+
+
+def test_manager_that_does_not_answer_is_ended_by_close(monkeypatch):
+    monkeypatch.setattr(client, "_CLOSE_SECONDS", 1.0)
+    with open_pool("Trouble") as pool:
+        pool.start()
+        pids = [
+            pool._process.pid,
+            *(one.pid for one in psutil.Process(pool._process.pid).children()),
+        ]
+        os.kill(pool._process.pid, signal.SIGSTOP)
+    assert_end(pids)
 
 
 def test_plain_agents_do_not_share_threads():
