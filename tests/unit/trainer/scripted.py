@@ -144,7 +144,10 @@ class ScriptedReference:
 
     events: list
 
-    def compute_logprobs(self, micro_batches):
+    def check_sources(self, sources):
+        """It serves every data source."""
+
+    def compute_logprobs(self, micro_batches, sources):
         self.events.append(("reference",))
         return [-math.log(2) * batch.response_mask for batch in micro_batches]
 
