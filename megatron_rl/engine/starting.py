@@ -42,16 +42,20 @@ from megatron_rl.runtime.processes import without_garbage_collection
 _OF_TORCHVISION = ("transforms", "transforms.v2", "transforms.v2.functional")
 
 
-def delta_arguments(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
-    """Return vLLM's arguments for a model's gated delta nets; none if it has no such nets.
+def layer_arguments(shape: ModelShape, *, on_cuda: bool) -> dict[str, Any]:
+    """Return vLLM's arguments for layers with latent attention, and for gated delta nets.
 
     States are kept in float32, as in training. On a CPU prefix caching needs chunked prefill, with
-    which vLLM rejects requests that have a seed.
+    which vLLM rejects requests that have a seed; and with AMX it would compute latent attention
+    with kernels for bfloat16 alone, from packed copies of weights, whatever the dtype is.
     """
-    if shape.delta is None:
-        return {}
-    states = {"mamba_ssm_cache_dtype": "float32"}
-    return states if on_cuda else {**states, "enable_prefix_caching": False}
+    arguments: dict[str, Any] = {}
+    if shape.latent is not None and not on_cuda:
+        arguments["attention_backend"] = "CPU_MLA"
+    if shape.delta is not None:
+        arguments["mamba_ssm_cache_dtype"] = "float32"
+        arguments |= {} if on_cuda else {"enable_prefix_caching": False}
+    return arguments
 
 
 @contextmanager
@@ -206,14 +210,8 @@ def sleeping_bytes() -> int:
 _STARTED: list[Any] = []
 
 
-def fixed_arguments(
-    max_model_len: int, *, on_cuda: bool, partial: bool, latent: bool
-) -> dict[str, Any]:
-    """Return the arguments of vLLM that do not depend on the config.
-
-    latent: whether the model has latent attention. On CPUs with AMX vLLM would compute it with
-    kernels for bfloat16 alone, from packed copies of weights, whatever the dtype is.
-    """
+def fixed_arguments(max_model_len: int, *, on_cuda: bool, partial: bool) -> dict[str, Any]:
+    """Return the arguments of vLLM that do not depend on the config."""
     arguments: dict[str, Any] = {
         "max_model_len": max_model_len,
         "load_format": "dummy",
@@ -226,8 +224,6 @@ def fixed_arguments(
     }
     if not on_cuda:
         arguments |= {"block_size": 32, "enable_chunked_prefill": False}
-        if latent:
-            arguments["attention_backend"] = "CPU_MLA"
     if partial:  # rollouts
         # A cached prefix would be of older weights; each step must return its own tokens.
         arguments |= {"enable_prefix_caching": False, "async_scheduling": False}

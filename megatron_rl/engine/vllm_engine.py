@@ -63,8 +63,8 @@ from megatron_rl.engine.sampling_masks import (
 )
 from megatron_rl.engine.starting import (
     check_expert_parallel,
-    delta_arguments,
     fixed_arguments,
+    layer_arguments,
     preserved_generators,
     sleeping_bytes,
     start_vllm,
@@ -133,12 +133,10 @@ class VllmEngine:
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
-        arguments = fixed_arguments(
-            max_model_len, on_cuda=on_cuda, partial=partial_rollouts, latent=bool(self.shape.latent)
-        )
+        arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
         arguments |= {"model": str(model_folder), "seed": seed}
         arguments |= self._size_arguments(on_cuda=on_cuda)
-        arguments |= delta_arguments(self.shape, on_cuda=on_cuda)
+        arguments |= layer_arguments(self.shape, on_cuda=on_cuda)
         arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
         if settings.removes_tokens:
             arguments |= sampling_mask_arguments(on_cuda=on_cuda)

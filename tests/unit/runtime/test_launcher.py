@@ -18,7 +18,7 @@ from megatron_rl.runtime.launcher import RankProcess, end_all, start_processes
 from tests.running import assert_end
 
 PROGRAM = """
-import gc, json, os, signal, sys, threading
+import gc, json, os, signal, sys, threading, time
 from pathlib import Path
 
 numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
@@ -32,7 +32,11 @@ state = {
     "ranks": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HF_HUB_OFFLINE")],
 }
 Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(state))
-sys.exit(3 if os.environ["RANK"] == "1" else 0)
+if os.environ["RANK"] == "0":
+    sys.exit(0)
+while not Path(sys.argv[1], "0").exists():  # its failure ends rank 0
+    time.sleep(0.01)
+sys.exit(3)
 """
 
 
