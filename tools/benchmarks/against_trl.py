@@ -137,7 +137,8 @@ def run_ours(
     further: `key=value` settings that override these.
     """
     size = SIZES[name]
-    run = f"{name}-{layout.replace(' ', '')}-{time.time_ns()}"
+    run = f"{name}-{layout.replace(',', '').replace(' ', '-')}-{time.time_ns()}"
+    lag = int("lag.batches=1" in LAYOUTS[layout])  # the last step of such a run generates nothing
     # The quickstart's KV cache of 64 MiB is too small for these batches.
     own = ("reward.verifier=tools.benchmarks.against_trl:score", "rollout.kv_cache_mib=256")
     command = [
@@ -147,7 +148,7 @@ def run_ours(
         f"model.path={task}/model", f"data.train={task}/train.parquet",
         f"rollout.prompts_per_step={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
         f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={EPOCHS}",
-        f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches}",
+        f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches + lag}",
         "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()), *further,
     ]  # fmt: skip
     _, peak = run_watched(command, environment={"PYTHONPATH": str(ROOT)})
@@ -161,7 +162,7 @@ def run_ours(
             "tokens": row["response/length_mean"],
             "reward": row["reward/mean"],
         }
-        for row in map(json.loads, lines[1:])
+        for row in map(json.loads, lines[1 : 1 + batches])
     ]
     return {"rows": rows, "peak_gib": peak}
 
