@@ -1,9 +1,8 @@
 """Many short runs and an assembly by hand in one process, around one engine.
 
-What each does is in `RUNS` and `in_flight_by_hand`; the tests compare what `main` leaves in a folder.
+What each does is in `RUNS` and `in_flight_by_hand`; the tests compare what `main` leaves behind.
 """
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.functional.test_actor_architectures import EXPERTS, GROUPED, MODELS, SIZES
+from tests.functional.test_actor_architectures import EXPERTS, GROUPED, LATENT, MODELS, SIZES
 from tests.functional.test_actor_layouts import make_rollouts, randomise
 from tests.ranks import run_ranks
 
 UPDATES = 4
 # Replay and recomputation; the first of a model is the definition.
 CASES = {
+    "qwen2 replay": (True, "none"),
+    "deepseek replay": (True, "none"),  # below latent attention
     "glm4 replay": (True, "none"),  # chosen by sigmoids and biases, among groups
     "glm4 replay, selective": (True, "selective"),
     "next replay": (True, "none"),  # with gated delta nets and shared experts
@@ -183,8 +185,11 @@ def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("routing")
     torch.manual_seed(7)
     experts = SIZES | EXPERTS | {"num_experts": 8}
+    qwen2 = {"shared_expert_intermediate_size": 28, "head_dim": 8}
     for name, config in (
         ("model", transformers.Qwen3MoeConfig(**experts, norm_topk_prob=True)),
+        ("qwen2", transformers.Qwen2MoeConfig(**experts | qwen2)),
+        ("deepseek", transformers.DeepseekV3Config(**SIZES | GROUPED | LATENT)),
         ("glm4", transformers.Glm4MoeConfig(**SIZES, **GROUPED)),
         ("next", transformers.Qwen3NextConfig(**SIZES | MODELS["qwen3_next"][1])),
         ("gpt", transformers.GptOssConfig(**SIZES | MODELS["gpt_oss"][1])),
