@@ -537,6 +537,8 @@ ENVIRONMENTS = [
     Case("a constructor without a seed", ("it is called as my_agent:Game(row, seed), but its "
          "signature has: too many positional arguments",), (AGENT,),
          agent("return Answer()", make="self, row")),
+    Case("a step of two messages", ("my_agent:Game.step(message)", "missing a required argument"),
+         (AGENT,), game("def step(self, message, history): ...", "(ToolEnvironment)")),
     Case("no step", ("my_agent:Game has no method step; define `async def step(self, message)`",),
          (AGENT,), game("def __init__(self, row, seed): ...")),
     Case("a row without its column", ("failed in turn 1: KeyError: 'level'",
@@ -555,6 +557,8 @@ ENVIRONMENTS = [
          "set Game.prompt"), (AGENT,), game("prompt = 'messages'", "(AgentEnvironment)")),
     Case("a replaced history", ("returned restarts=True, which environment.max_rewrites=0 refuses;",
          "raise it"), (AGENT,), agent("return Answer('go on', restarts=True)")),
+    Case("a replaced history without a text", ("returned restarts=True without an observation",),
+         (AGENT.replace("5}", "5, max_rewrites: 1}"),), agent("return Answer([], restarts=True)")),
     Case("credit by turn of values", ("advantage.credit=turn: advantage.estimator=optimal_value",
          "choose another estimator"), (AGENT, "advantage={credit: turn, estimator: optimal_value}"),
          agent("return Answer()")),
