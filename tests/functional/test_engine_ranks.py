@@ -39,8 +39,6 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
          "trainer.self_test_every=2"), 1),
     "lag 2, windows that keep their cache, evaluated": (
         ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep", *EVALUATED), 1),
-    "context-parallel with lag 1, engines of two, 2 + 4 ranks": (
-        ("lag.batches=1", "parallel.context=2", "rollout.tensor=2", *EVALUATED), 4),
 }  # fmt: skip
 KILLED = {"lag 2, windows that keep their cache, evaluated"}  # in step 4, and resumed after step 2
 # What depends on time, on the number of ranks, or on who computes.
@@ -82,9 +80,8 @@ def task():
     make_task()
 
 
-# Each of their settings is in another case too, but the order of short groups and the layouts.
-SLOW = ("short groups first, replay, windows of responses",
-        "context-parallel with lag 1, engines of two, 2 + 4 ranks")  # fmt: skip
+# Each of its settings is in another case too, but the order of short groups.
+SLOW = ("short groups first, replay, windows of responses",)
 
 
 @pytest.mark.parametrize(
