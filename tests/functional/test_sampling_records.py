@@ -1,4 +1,4 @@
-"""What the engine records while it samples: the experts of each token and the tokens that it kept.
+"""Records of the engine while it samples: the experts of each token and the tokens that it kept.
 
 Read from vLLM, compared with transformers, brought to the ranks that train, and replayed there.
 """

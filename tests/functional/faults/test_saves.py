@@ -84,7 +84,7 @@ def fill(actor, seed):
 
 
 def describe(checkpoints):
-    """What a restart may read: visible folders with their files' sizes, and the names of others."""
+    """Visible folders with their files' sizes, and the names of others: a restart reads no more."""
     visible = [entry for entry in sorted(checkpoints.iterdir()) if entry.name[0] != "."]
     files = (file for folder in visible for file in sorted(folder.rglob("*")))
     hidden = (entry.name for entry in sorted(checkpoints.glob(".*")))
