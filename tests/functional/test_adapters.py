@@ -162,7 +162,7 @@ def check_refusals(engine, source, rank):
     assert len(engine.generate(PROMPTS, samples=1, sampling=SAMPLING)) == len(PROMPTS)
 
 
-def use_adapters(rank, world_size, folder):
+def use_adapters(rank, world_size, folder, everything):
     from megatron_rl.models.adapters import slot_elements
 
     engine, sources = start(rank, world_size, folder)
@@ -171,7 +171,8 @@ def use_adapters(rank, world_size, folder):
         engine.score(SEQUENCES)
     first = engine.sync_weights(sources[0], version=0)
     compare_scores(engine, models[0])
-    check_partial_rollouts(engine, sources, models, rank)
+    if everything:
+        check_partial_rollouts(engine, sources, models, rank)
     second = engine.sync_weights(sources[3], version=3)
     compare_scores(engine, models[3])
     base, factors = (
@@ -187,10 +188,12 @@ def use_adapters(rank, world_size, folder):
     ]
     counted = slot_elements(engine.shape, rank=RANK, targets=TARGETS, tensor=world_size)
     assert sum(held) == 2 * counted  # versions
-    check_refusals(engine, sources[1], rank)
+    if everything:
+        check_refusals(engine, sources[1], rank)
     return True
 
 
-def test_engine_with_adapters_computes_the_merged_model(tmp_path):
-    _save_model("Gemma3", tmp_path)
-    assert all(run_ranks(use_adapters, 2, str(tmp_path)))
+@pytest.mark.parametrize("name", ["Qwen2", pytest.param("Gemma3", marks=pytest.mark.slow)])
+def test_engine_with_adapters_computes_the_merged_model(name, tmp_path):
+    _save_model(name, tmp_path)
+    assert all(run_ranks(use_adapters, 2, str(tmp_path), name == "Qwen2"))

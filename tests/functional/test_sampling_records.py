@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.functional.response_trainer import build_trainer
 from tests.functional.test_actor_layouts import randomise
 from tests.ranks import run_ranks
 
@@ -183,13 +182,24 @@ def _changed(folder):
 
 
 def _train(rank, world_size, folder, layout):
-    from megatron_rl.data.packing import gather_by_rollout
+    from megatron_rl.actor import groups
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.settings import ActorSettings
+    from megatron_rl.config.sections import OptimizerSection
+    from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
 
-    rollouts = _changed(folder)
-    topology, actor, minibatches = build_trainer(
-        folder, layout, rollouts, replay_routes=True, temperature=TEMPERATURE
-    )
+    rollouts, topology = _changed(folder), groups.initialise(**layout)
+    settings = ActorSettings(
+        optimizer=OptimizerSection(learning_rate=3e-3, weight_decay=0.0, epsilon=1e-4),
+        warmup_updates=0, recompute="selective", overlap_reduction=world_size > 1,
+        replay_routes=True, temperature=TEMPERATURE,
+    )  # fmt: skip
+    actor = MegatronActor(Path(folder), topology=topology, settings=settings)
+    minibatches = plan_minibatches(
+        rollouts, torch.linspace(-1, 1, len(rollouts)), minibatches=2, tokens_per_micro_batch=100,
+        topology=topology, sequence_parallel=actor.sequence_parallel,
+    )  # fmt: skip
     packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
     actor.routing.use_engine_routes(packs, lambda pack: actor.packs.prepare(pack).host)
     scored = actor.compute_logprobs_and_entropies(packs, routing="record")
