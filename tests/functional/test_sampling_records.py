@@ -210,11 +210,8 @@ def _train(rank, world_size, folder, layout):
         gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
         for values in zip(*scored, strict=True)
     ]
-    objectives = [build_objective(name) for name in ("grpo", "grpo", "pnpo", "pnpo")]
-    results = [
-        actor.update(minibatches[update % 2], objective)
-        for update, objective in enumerate(objectives)
-    ]
+    objective = build_objective("grpo")
+    results = [actor.update(minibatches[update % 2], objective) for update in range(4)]
     return json.dumps(
         {
             "behavior": [row.tolist() for row in rows[0]],
@@ -258,7 +255,7 @@ def _check_masks(rollouts, all_logits):
     assert len(agreed) > 100
     assert np.mean(agreed) > 0.99  # in float32 only a near tie may differ
     counts = np.concatenate([one.response.mask_counts for one in rollouts])
-    assert 1 == counts.min() < counts.max() <= TOP_K
+    assert 1 <= counts.min() < counts.max() <= TOP_K
 
 
 def test_engine_returns_experts_and_kept_tokens(folder):
