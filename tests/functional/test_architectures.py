@@ -236,7 +236,7 @@ def _check_stop(engine, tokenizer):
 
 NAMES = ("Llama", "Mistral", "Qwen2Moe", "Qwen3_5Moe published", "Gemma3", "GptOss", "Glm4Moe",
          "DeepseekV3")  # fmt: skip
-# Their parts are in others of these and in `test_sampling_records.py`.
+# Their parts are in others of these and in `test_sampling_masks.py`.
 SLOW = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "DeepseekV3 whole queries")
 
 
