@@ -4,6 +4,7 @@ A fault that hangs first takes most of its phase's budget away from its rank, so
 not wait for minutes, and no busy machine makes another rank late.
 """
 
+import ctypes
 import errno
 import os
 import signal
@@ -50,7 +51,7 @@ def _before(owner, name, action, *, call) -> None:
 
 
 def stop_in_an_update(*, is_mine):
-    """SIGSTOP, in the second step; what the updates of the first compute is not finite."""
+    """SIGSTOP, in the second step."""
     from megatron_rl.actor.actor import MegatronActor
 
     def stop(*_):
@@ -62,11 +63,23 @@ def stop_in_an_update(*, is_mine):
     if is_mine:
         _remember_progress()
         _before(MegatronActor, "update", stop, call=6)
-        _compute_nonsense()
+
+
+def hold_the_lock(*, is_mine):
+    """A busy loop in C code that never lets go of the interpreter's lock, in the second scoring."""
+    from megatron_rl.actor.actor import MegatronActor
+
+    def spin_for_ever(*_):
+        _hurry()
+        sum(range(10**12))
+
+    if is_mine:
+        _remember_progress()
+        _before(MegatronActor, "_score", spin_for_ever, call=2)
 
 
 def kill_the_engine(*, is_mine):
-    """An engine that never comes back from a step, in C code that keeps the interpreter's lock."""
+    """An engine that never comes back from a step, as when its device has died."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from megatron_rl.distributed.agreement import StragglerBarrier
@@ -78,7 +91,8 @@ def kill_the_engine(*, is_mine):
         while work._store.get("rank 0").decode() != f"{work._rounds} done":
             time.sleep(0.01)  # until the other rank waits for this one
         _hurry()
-        sum(range(10**12))
+        while True:  # a signal ends a sleep
+            ctypes.CDLL(None).sleep(3600)
 
     if is_mine:
         _remember_progress()
@@ -197,8 +211,8 @@ def break_engine_weights(*, is_mine):
         _after(VllmEngine, "sync_weights", scale)
 
 
-def _compute_nonsense():
-    """NaN in update 2, an infinite gradient in update 4."""
+def compute_nonsense(*, is_mine):
+    """NaN in update 2, an infinite gradient in update 4, NaN in a weight after step 2."""
     from megatron_rl.actor import actor
     from megatron_rl.actor.actor import MegatronActor
 
@@ -222,9 +236,12 @@ def _compute_nonsense():
         with torch.no_grad():
             if len(calls) == 2:
                 weight.copy_(kept)
+            if len(calls) == 8:
+                weight.view(-1)[0] = float("nan")
         return result
 
-    MegatronActor.update, actor.take_step = broken_update, broken_step
+    if is_mine:
+        MegatronActor.update, actor.take_step = broken_update, broken_step
 
 
 def damage_a_push(*, is_mine):

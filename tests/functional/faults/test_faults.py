@@ -10,6 +10,7 @@ import os
 
 import pytest
 
+from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import read_metrics
 from tests.functional.faults import runs
 from tests.functional.tiny_runs import CONFIG, CUT, PLACES, make_task
@@ -23,9 +24,11 @@ ALL = bool(os.environ.get("MEGATRON_RL_ALL_FAULTS"))
 only_in_all = pytest.mark.skipif(not ALL, reason="MEGATRON_RL_ALL_FAULTS=1 runs it")
 RUNS = [
     {"fault": "stop_in_an_update", "rank": 1},
+    {"fault": "hold_the_lock", "rank": 1},
     {"fault": "kill_the_engine", "rank": 1},
     {"fault": "fill_the_disk", "rank": 1, "name": "stop_in_an_update",
      "more": ["run.resume=auto", "trainer.steps=4", "trainer.self_test_every=1"]},
+    {"fault": "compute_nonsense", "rank": 1},
 ]  # fmt: skip
 FURTHER_RUNS = [
     {"fault": "hang_in_a_save", "rank": 1},
@@ -69,13 +72,19 @@ def ended(folder):
     ("name", "phase", "sign", "frame"),
     [
         ("stop_in_an_update", "train", "is stopped", "in stop"),
+        ("hold_the_lock", "behavior", "does not wait for another rank", "in spin_for_ever"),
         ("kill_the_engine", "rollout", "does not wait for another rank", "wait_for_a_dead_device"),
         pytest.param(
-            "hang_in_a_save", "checkpoint", "does not wait for another rank", "in write_for_ever",
+            *(
+                "hang_in_a_save",
+                "checkpoint",
+                "does not wait for another rank",
+                "in write_for_ever",
+            ),
             marks=only_in_all,
         ),
     ],
-)  # fmt: skip
+)
 def test_hang_names_rank_and_ends_run_for_restart(folder, ended, name, phase, sign, frame):
     run = ended[name]
     assert run["status"] == 75, run["output"]
@@ -107,11 +116,15 @@ def test_run_resumes_after_hang_and_full_disk_skips_only_checkpoints(folder, end
     assert names == {"step_000001", "step_000004"}
 
 
-def test_neither_rank_takes_an_update_that_is_not_finite_on_one(folder, ended):
-    output = ended["stop_in_an_update"]["output"]
-    assert "step 1, update 2 is skipped" in output, output
-    assert "step 1, update 4 is skipped: the gradient norm" in output, output
-    assert read_metrics(folder / "stop_in_an_update")[1]["train/updates_skipped"] == 2
+def test_values_that_are_not_finite_on_one_rank(folder, ended):
+    """Neither rank takes such an update; a weight ends the run, neither saved nor pushed."""
+    run, path = ended["compute_nonsense"], folder / "compute_nonsense"
+    assert run["status"] == 1 and run["left"] == [], run["output"]
+    assert "step 1, update 2 is skipped" in run["output"], run["output"]
+    assert "step 1, update 4 is skipped: the gradient norm" in run["output"], run["output"]
+    assert "parameters are not finite" in run["output"] and "rank 1" in run["output"], run["output"]
+    assert [row["step"] for row in read_metrics(path)] == [0, 1]
+    assert CheckpointFolders(path / "checkpoints").intact_steps() == [1]
 
 
 @only_in_all
