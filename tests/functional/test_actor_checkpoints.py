@@ -19,7 +19,7 @@ RANKS = 4
 # The model, and the layouts that its checkpoint goes through; the last one is the first again.
 WAYS = {
     "qwen2": [{}, {"tensor": 2, "pipeline": 2}, {"context": 2}, {}],
-    "qwen3_moe": [{"expert": 2}, {"tensor": 2, "pipeline": 2, "expert": 2, "expert_tensor": 1},
+    "qwen3_moe": [{"expert": 2}, {"tensor": 2, "expert": 2}, {"pipeline": 2, "expert": 2},
                   {"expert": 2}],
 }  # fmt: skip
 

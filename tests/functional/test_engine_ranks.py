@@ -31,12 +31,12 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
         ("lag.policy=research.lag_policies:LengthLag", "lag.settings={batches: 2, tokens: 16}",
          "replay={capacity: 2, fresh: 0.5}", WINDOWS % "recompute",
          "rollout.max_response_tokens=56", "reward.verifier=tests.functional.sums:grade"), 1),
-    "lag 3, adapters alone, replay, every second sync, top-p, 1 + 2 ranks": (
+    "lag 3, adapters alone, replay, every second sync, 1 + 2 ranks": (
         ("lag.batches=3", "lag.sync_weights_every=2", "replay={capacity: 2, fresh: 0.5}",
-         "lora={rank: 8, alpha: 16, push: adapters}", "rollout.top_k=8", "rollout.top_p=0.98"), 2),
-    "lag 1, dynamic sampling, data-parallel, 2 + 1 ranks": (
-        ("lag.batches=1", "dynamic_sampling.rounds=2", "parallel.data=2",
-         "trainer.self_test_every=2"), 1),
+         "lora={rank: 8, alpha: 16, push: adapters}"), 2),
+    "lag 1, dynamic sampling, top-p, data-parallel, 2 + 1 ranks": (
+        ("lag.batches=1", "dynamic_sampling.rounds=2", "rollout.top_k=8", "rollout.top_p=0.98",
+         "parallel.data=2", "trainer.self_test_every=2"), 1),
     "lag 2, windows that keep their cache, evaluated": (
         ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep", *EVALUATED), 1),
 }  # fmt: skip
