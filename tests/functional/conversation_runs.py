@@ -35,19 +35,14 @@ ALL = (
     "trainer.self_test_every=1",
 )  # fmt: skip
 RESTARTS = ("environment.name=tests.functional.talking:RestartLedger", "environment.max_rewrites=2")
-QUEUE = ("lag.batches=1", *RESTARTS)
 # Agents that change the history at each of their three turns.
 AGENTS = ("environment.name=tests.functional.talking:Forgetful", "environment.max_turns=4",
           "environment.on_error=zero", "data.columns={prompt: question, answer: answer}",
           "trainer.steps=1", "eval.sets={}", "advantage.credit=response")  # fmt: skip
 RUNS = {
     "whole": (),
-    "prompt": ("environment.name=tests.functional.talking:Digits",),  # answers at once
-    "rounds": ("environment.in_rounds=true",),
-    "asked": (),
     "split": RESTARTS,
     "split_asked": RESTARTS,
-    "queue": QUEUE,
     "all": (*ALL, *RESTARTS),
     "all_killed": (*ALL, *RESTARTS),
     "agents": (*AGENTS, "environment.max_rewrites=2"),
@@ -129,7 +124,6 @@ def main(folder):
     build.VerifierPool = start_pool_once
     Recorder.draw = lambda recorder: None
     disturbed = {
-        "asked": {"step": 2, "updates": 2, "act": saving.CheckpointKeeper.checkpoint_and_exit},
         "split_asked": {
             "step": 2, "updates": 2, "act": saving.CheckpointKeeper.checkpoint_and_exit
         },

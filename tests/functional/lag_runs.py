@@ -1,9 +1,8 @@
-"""Many short runs and assemblies by hand in one process, around one engine.
+"""Many short runs and an assembly by hand in one process, around one engine.
 
-What each does is in `RUNS` and `by_hand`; the tests compare what `main` leaves in a folder.
+What each does is in `RUNS` and `in_flight_by_hand`; the tests compare what `main` leaves behind.
 """
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -11,9 +10,7 @@ import torch
 
 from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.config import load_config
-from megatron_rl.data.packing import plan_minibatches
 from megatron_rl.engine.engine import EngineHooks, RolloutWindow
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.runs.directory import RunDirectory
@@ -38,7 +35,6 @@ KEEP, RECOMPUTE = (
     "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
 )
 MASKED = ("rollout.top_k=8", "rollout.top_p=0.98")  # the sampler removes tokens
-ADAPTERS = "lora={rank: 8, alpha: 16, push: adapters}"
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 DRAWN = ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}")
 RUNS = {
@@ -50,18 +46,13 @@ RUNS = {
     "traced_killed": ("lag.policy=research.lag_policies:TraceLag",
                       "lag.settings={file: FOLDER/mixed/schedule.jsonl}",
                       *MASKED, "replay={capacity: 3, fresh: 0.5}"),
-    "engine": (ENGINE,),
     "skipped": (ENGINE,),  # pushes by hand
     "every_second": (ENGINE, "lag.sync_weights_every=2"),
     "engine_queue": (ENGINE, "lag.batches=1"),
     "late_window": (ENGINE, "lag.partial_rollouts=54"),  # longer than any response
-    "beyond": (ENGINE, "lag.partial_rollouts=56"),
     "keep": (ENGINE, KEEP, *EVEN),
     "keep_killed": (ENGINE, KEEP, *EVEN),
-    "adapters": (ENGINE, KEEP, ADAPTERS, *EVEN),
-    "adapters_killed": (ENGINE, KEEP, ADAPTERS, *EVEN),
     "recompute": (RECOMPUTE, *MASKED),
-    "recompute_killed": (RECOMPUTE, *MASKED),
     "decoupled": (ONE, ENGINE, "objective.name=icepop",
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
@@ -92,12 +83,11 @@ class SharedParts:
         return self.made["topology"]
 
     def build_engine(self, config, topology, *, hooks=None):
-        kind, lora = ("engine", []) if config.lora is None else ("adapters", [ADAPTERS])
-        if kind not in self.made:
-            first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *lora]
-            first += () if lora else MASKED  # runs that remove no tokens may use it too
-            self.made[kind] = self._engine(load_config(CONFIG, [*PLACES, *SHORT, *first]), topology)
-        engine = self.made[kind]
+        if "engine" not in self.made:  # runs that remove no tokens may use it too
+            first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *MASKED]
+            config = load_config(CONFIG, [*PLACES, *SHORT, *first])
+            self.made["engine"] = self._engine(config, topology)
+        engine = self.made["engine"]
         engine.drop_caches()
         engine._hooks = hooks or EngineHooks()
         return engine
@@ -166,51 +156,6 @@ def run_apart(folder, name, overrides):
 def read_prompts(config, actor, folder):
     with build.share_prompt_sets(config, actor.shape, folder / "sets", echo=print) as sets:
         return sets  # what is mapped can be used after the files are removed
-
-
-def queue_by_hand(folder, shared):
-    """The run "queue" without its loop: batches 1 and 2 by the first weights, 3 by the second."""
-    config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
-    topology, engine = shared.made["topology"], shared.build_engine(config, shared.made["topology"])
-    actor = MegatronActor(
-        config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
-    )
-    sets = read_prompts(config, actor, folder)
-    grader = build.Grader(shared.made["pool"], topology)
-    objective = build.build_objective(config.objective.name, **config.objective.overrides)
-
-    def generate(batch):
-        prompts = [sets.training[place] for place in sets.order.indices(batch - 1, 8)]
-        seed = derive_seed(config.seed, "rollout", batch)
-        submit = grader.begin(prompts, samples=4)
-        responses = engine.generate(
-            prompts, samples=4, sampling=SamplingSettings(1.0, 1.0, 56, seed), on_response=submit
-        )
-        rollouts = grader.finish(prompts, responses)
-        rewards = torch.tensor([rollout.grade_result.reward for rollout in rollouts]).view(8, 4)
-        advantages = group_relative_advantages(rewards).flatten()
-        minibatches = plan_minibatches(
-            rollouts, advantages, minibatches=2, tokens_per_micro_batch=16384, topology=topology,
-            sequence_parallel=False, computed=(advantages != 0).tolist(),
-        )  # fmt: skip
-        for minibatch in minibatches:  # frozen here, while the actor is what generated
-            packs = minibatch.micro_batches
-            for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
-                pack.behavior_logprobs = logprobs
-        return minibatches
-
-    def train(minibatches):
-        for minibatch in minibatches * 2:  # epochs
-            actor.update(minibatch, objective)
-
-    engine.sync_weights(actor, version=0)
-    first, second = generate(1), generate(2)
-    train(first)
-    engine.sync_weights(actor, version=1)
-    third = generate(3)
-    train(second)
-    train(third)
-    (folder / "queue_by_hand.json").write_text(json.dumps(actor.digest()))
 
 
 def in_flight_by_hand(folder, shared):
@@ -287,6 +232,5 @@ def main(folder):
         {"skipped": run_skipping_pushes, "apart": run_apart}.get(name, how)(folder, name, own)
         last = 1 if ONE in overrides else 5 if EVEN[0] in overrides else 3
         assert RunDirectory(folder / name).checkpoints.intact_steps()[-1] == last
-    queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)
     shared.made["pool"].__exit__(None, None, None)

@@ -21,7 +21,10 @@ SETTINGS = (
     "logging.tensorboard=false", "optimizer.decay=constant", "optimizer.learning_rate=1.0e-2",
     "optimizer.warmup_steps=0", "run.resume=auto", "rollout.top_k=20", "rollout.top_p=0.9",
 )  # fmt: skip
-ENDS = {"killed": 0, "interrupted": 2}  # updates of the second step that are done
+ENDS = {  # what each equals, how it ended, and the updates of the second step that were done
+    "interrupted": ("whole", "interrupted", 2),
+    "engine_killed": ("engine", "killed", 0),
+}
 
 
 class Killed(BaseException):
@@ -56,9 +59,8 @@ def run(folder, name):
     build.run_training(load_config(CONFIG, settings_of(folder, name)), rank=0, world_size=1)
 
 
-def run_ended(folder, name, act):
+def run_ended(folder, name, act, *, updates):
     """End a run inside its second step, and resume it."""
-    updates = ENDS[name.removeprefix("engine_")]
     original = checkpointing.CheckpointKeeper.stop_if_requested
 
     def do(keeper, actor):
@@ -104,9 +106,8 @@ def main(folder):
     )
     Recorder.draw = lambda recorder: None
     make_model(folder / "moe")
-    for whole, prefix in (("whole", ""), ("engine", "engine_")):
+    acts = {"killed": kill, "interrupted": checkpointing.CheckpointKeeper.checkpoint_and_exit}
+    for name, (whole, end, updates) in ENDS.items():
         run(folder, whole)
-        run_ended(folder, f"{prefix}killed", kill)
-        stop = checkpointing.CheckpointKeeper.checkpoint_and_exit
-        run_ended(folder, f"{prefix}interrupted", stop)
+        run_ended(folder, name, acts[end], updates=updates)
     made["pool"].__exit__(None, None, None)

@@ -24,18 +24,14 @@ DENSE, MIXTURE = ["qwen2"], ["qwen3_moe"]
 # without expert parallelism and two with it, so their checkpoints differ.
 LAYOUTS = {
     "one": ({}, 1, [*DENSE, *MIXTURE], "one"),
-    "pp4": ({"pipeline": 4}, 4, DENSE, "one"),  # 1, 2, 2 and 1 layers
     "tp4": ({"tensor": 4}, 4, [*DENSE, *MIXTURE], "one"),
     "pp2-virtual2": (
         {"pipeline": 2, "virtual_stages": 2, "stage_layers": [1, 3, 1, 1]}, 2, DENSE, "tp4",
     ),
     "tp2-ep2-etp1": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, 2, MIXTURE, "tp2-ep2-etp1"),
-    "tp2-dp2-ep2-etp2": (
-        {"tensor": 2, "expert": 2, "expert_tensor": 2}, 4, MIXTURE, "tp2-ep2-etp1",
-    ),
     "tp2-pp2-ep2-etp1": (
         {"tensor": 2, "pipeline": 2, "stage_layers": [4, 2], "expert": 2, "expert_tensor": 1}, 4,
-        MIXTURE, "tp2-dp2-ep2-etp2",
+        MIXTURE, "tp2-ep2-etp1",
     ),
 }  # fmt: skip
 

@@ -193,7 +193,7 @@ def use_adapters(rank, world_size, folder, everything):
     return True
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Gemma3"])
+@pytest.mark.parametrize("name", ["Qwen2", pytest.param("Gemma3", marks=pytest.mark.slow)])
 def test_engine_with_adapters_computes_the_merged_model(name, tmp_path):
     _save_model(name, tmp_path)
     assert all(run_ranks(use_adapters, 2, str(tmp_path), name == "Qwen2"))

@@ -24,10 +24,10 @@ SETTINGS = (
 )  # fmt: skip
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma3", "GptOss", "Glm4Moe")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DeepseekV3", "GptOss")]
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3_5Moe published", *SLOW])
+@pytest.mark.parametrize("name", ["Qwen3_5Moe published", *SLOW])
 def test_training_in_bfloat16_moves_every_weight(name, tmp_path):
     make_task()
     folder = tmp_path / "model"

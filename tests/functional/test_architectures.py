@@ -234,23 +234,14 @@ def _check_stop(engine, tokenizer):
     assert all(one.finish_reason == "stop" for one in stopped)
 
 
+NAMES = ("Llama", "Mistral", "Qwen2Moe", "Qwen3_5Moe published", "Gemma3", "GptOss", "Glm4Moe",
+         "DeepseekV3")  # fmt: skip
+# Their parts are in others of these and in `test_sampling_masks.py`.
+SLOW = ("Qwen3", "Qwen3Moe", "Qwen3Next", "Qwen3_5", "DeepseekV3 whole queries")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "Llama",
-        "Mistral",
-        "Qwen3",
-        "Qwen3Moe",
-        "Qwen2Moe",
-        "Qwen3Next",
-        "Qwen3_5",
-        "Qwen3_5Moe published",
-        "Gemma3",
-        "GptOss",
-        "Glm4Moe",
-        "DeepseekV3",
-        "DeepseekV3 whole queries",
-    ],
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_vllm_log_probs_match_transformers(name, tmp_path):
     _save_model(name, tmp_path)

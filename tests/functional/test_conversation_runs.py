@@ -22,8 +22,8 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.seeds import derive_seed
 from tests.functional import conversation_runs
-from tests.functional.conversation_runs import CONFIG, PROMPTS, QUEUE, SAMPLES, arguments
-from tests.functional.tiny_runs import start_training
+from tests.functional.conversation_runs import CONFIG, PROMPTS, RESTARTS, SAMPLES, arguments
+from tests.functional.tiny_runs import start_training, train
 from tests.ranks import start_process
 from tests.running import assert_end
 
@@ -80,19 +80,9 @@ def test_runs_have_different_conversations_and_exact_first_ratios(runs):
     assert steps[-1]["ratio/prefix_mean_log_std"] > 1e-4
 
 
-@pytest.mark.parametrize("name", ["prompt", "rounds"])
-def test_run_is_the_same_however_environments_answer(runs, name):
-    assert_same(runs / name, runs / "whole")
-
-
-def test_run_interrupted_inside_a_step_resumes_there(runs):
-    assert_same(runs / "asked", runs / "whole")
-    assert "checkpoint saved at step 2, update 2" in (runs / "asked" / "log.txt").read_text()
-    assert made(runs, "asked") == made(runs, "whole")
-
-
 def test_run_of_split_conversations_resumes_inside_a_step(runs):
     assert_same(runs / "split_asked", runs / "split")
+    assert "checkpoint saved at step 2, update 2" in (runs / "split_asked" / "log.txt").read_text()
     assert made(runs, "split_asked") == made(runs, "split")
     for row in learned(runs / "split")[1:]:
         assert row["ratio/first_minibatch_max_deviation"] == 0.0
@@ -160,19 +150,25 @@ def wait_until(condition, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "same", "slots"),
-    [
-        ("killed", (), "whole", 2),
-        # Rollouts of step 3, which engines on ranks of their own generate during step 2.
-        ("apart", (*QUEUE, "parallel.engine_ranks=1"), "queue", 3),
-    ],
-)
-def test_run_killed_while_generating_repeats_no_side_effect(runs, name, overrides, same, slots):
-    """Killed in step 2 when half of the conversations are over and half wait for an answer."""
+QUEUE = ("lag.batches=1", *RESTARTS)
+
+
+@pytest.mark.slow
+def test_run_with_engines_apart_killed_while_generating(runs):
+    """Rollouts of step 3, which engines on ranks of their own generate during step 2."""
+    train(*arguments(runs, "queue", *QUEUE), config=CONFIG, places=())
+    check_kill(runs, "apart", (*QUEUE, "parallel.engine_ranks=1"), same="queue", batch=3)
+
+
+def test_run_killed_while_generating_repeats_no_side_effect(runs):
+    check_kill(runs, "killed", (), same="whole", batch=2)
+
+
+def check_kill(runs, name, overrides, *, same, batch):
+    """Kill in step 2 when half of the conversations are over and half wait for an answer."""
     settings = arguments(runs, name, *overrides)
     folder = runs / f"{name}_notes"
-    seed = derive_seed(load_config(CONFIG, settings).seed, "rollout", slots)
+    seed = derive_seed(load_config(CONFIG, settings).seed, "rollout", batch)
     seeds = [derive_seed(seed, "environment", n) for n in range(3 * PROMPTS)]
     (folder / "hold").write_text(json.dumps(seeds[::2]))
     process = start_training(*settings, config=CONFIG, places=())

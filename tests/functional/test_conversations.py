@@ -125,7 +125,6 @@ def on_rank(rank, world_size, folder):
               for p in engine.prompts]  # fmt: skip
     results = {
         "first": first,
-        "again": engine.converse("Digits"),
         "late": engine.converse("Late"),
         "in rounds": engine.converse("Late", in_rounds=True),
         "alone": engine.converse("Digits", prompts=engine.prompts[2:3]),
@@ -241,18 +240,19 @@ def check_tokens(engine, responses, all_scores):
     return float(max(gaps))
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "tensor 2"])
-def ranks(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Two of one engine; `conversation_runs.py` has engines of one."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
-    return run_ranks(on_rank, request.param, str(folder))
+    return run_ranks(on_rank, 2, str(folder))
 
 
 def test_ranks_of_engine_have_same_conversations(ranks):
-    assert all(one["results"] == ranks[0]["results"] for one in ranks)
+    assert ranks[0]["results"] == ranks[1]["results"]
 
 
-@pytest.mark.parametrize("way", ["again", "late", "in rounds"])
+@pytest.mark.parametrize("way", ["late", "in rounds"])
 def test_bits_do_not_depend_on_how_environments_answer(ranks, way):
     results = ranks[0]["results"]
     assert results[way] == results["first"]
@@ -266,12 +266,8 @@ def test_conversation_alone_equals_conversation_in_batch(ranks):
     assert results["alone"] == results["first"][2 * SAMPLES : 3 * SAMPLES]
 
 
-def test_log_probs_equal_those_of_whole_sequence(ranks):
-    assert ranks[0]["gaps"] < 1e-5
-
-
-def test_log_probs_after_restart_are_of_the_new_sequence_alone(ranks):
-    assert ranks[0]["restarted gaps"] < 1e-5
+def test_log_probs_are_those_of_the_sequence_since_its_last_restart(ranks):
+    assert ranks[0]["gaps"] < 1e-5 and ranks[0]["restarted gaps"] < 1e-5
 
 
 def test_conversation_that_restarts_too_often_has_no_reward(ranks):

@@ -19,7 +19,7 @@ SAMPLES = 2
 LAYOUTS = {
     "one": ({}, 1),
     "pp2-virtual2": ({"pipeline": 2, "virtual_stages": 2}, 2),
-    "tp2-pp2-cp2-ep2": ({"tensor": 2, "pipeline": 2, "context": 2, "expert": 2}, 8),
+    "tp2-cp2-ep2": ({"tensor": 2, "context": 2, "expert": 2}, 4),
 }
 
 

@@ -1,4 +1,4 @@
-"""Each big example trains for one step as a shrunken model, cut as its config cuts the true one."""
+"""Big examples train for one step as shrunken models, cut as their configs cut the true ones."""
 
 import pytest
 
@@ -7,21 +7,9 @@ from tests.functional.test_train_layouts import make_model
 from tests.functional.tiny_runs import PLACES, ROOT, TRAIN, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
-HEADS_OF_32 = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 # name: model, its sizes, processes. Data parallelism is as small as the layout allows.
 SHRUNKEN = {
-    "r1_distill_1_5b_epochs4": ("Qwen2", {"num_hidden_layers": 1}, 2),
     "qwen2_5_7b": ("Qwen2", {"num_hidden_layers": 1}, 4),
-    "qwen2_5_32b": ("Qwen2", {"num_hidden_layers": 1, **HEADS_OF_32}, 8),
-    "qwen3_30b_a3b": (
-        "Qwen3Moe",
-        {
-            "num_hidden_layers": 1, "hidden_size": 128, "num_attention_heads": 4,
-            "num_key_value_heads": 4, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128, "norm_topk_prob": True,
-        },
-        8,
-    ),
     # As in the example, ranks share the key-value heads and whole experts lie in attention's ranks;
     # 2 stages of 2 and 1 layers, 4 tensor ranks.
     "qwen3_235b_a22b": (
@@ -55,13 +43,8 @@ SHORT = (
 )  # fmt: skip
 
 
-# What the other one and `test_train_layouts` show, over more ranks or fewer.
-SLOW = ("r1_distill_1_5b_epochs4", "qwen2_5_32b", "qwen3_30b_a3b", "qwen3_235b_a22b")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SHRUNKEN]
-)
+@pytest.mark.slow  # more ranks of what `test_train_layouts` shows
+@pytest.mark.parametrize("name", SHRUNKEN)
 def test_shrunken_example_trains_for_one_step(tmp_path, name):
     architecture, sizes, ranks = SHRUNKEN[name]
     make_model(tmp_path / "model", architecture, **sizes)

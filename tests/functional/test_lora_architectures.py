@@ -1,4 +1,4 @@
-"""LoRA on Gemma 3, GLM-4.5 and DeepSeek-V3: log-probs, gradients, merged push and export."""
+"""LoRA on each kind of architecture: log-probs, gradients, merged push and export."""
 
 import json
 from dataclasses import replace
@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.functional.test_actor_architectures import MODELS, _make_model
-from tests.functional.test_actor_layouts import make_rollouts, plan
-from tests.functional.test_lora import close, compare_gradients, push, score, settings, sum_weighted
+from tests.functional.test_actor_layouts import make_model, make_rollouts, plan
+from tests.functional.test_lora import close, push, score, settings
 from tests.ranks import run_ranks
 
 # Latent attention has no qkv; adapters of experts, one for each, have no module in transformers.
 TARGETS = {
+    "qwen2": ("qkv", "proj", "fc1", "fc2"),
     "gemma3": ("qkv", "proj", "fc1", "fc2"),
     "glm4_moe": ("qkv", "proj"),
     "deepseek_v3": ("proj",),
@@ -67,8 +68,42 @@ def differentiate(rank, world_size, root):
 def differentiated(tmp_path_factory):
     root = tmp_path_factory.mktemp("differentiated")
     for name in TARGETS:
-        _make_model(root / name / "model", *MODELS[name])
+        if name == "qwen2":
+            make_model(root / name / "model", tied=True)
+        else:
+            _make_model(root / name / "model", *MODELS[name])
     return root, run_ranks(differentiate, 1, root)[0]
+
+
+def sum_weighted(model):
+    """Log-probs of the responses under a transformers model, and their weighted sum."""
+    rollouts, advantages = make_rollouts()
+    rows, total = [], 0.0
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        text = torch.tensor([[*rollout.prompt.token_ids, *rollout.response.token_ids]])
+        logprobs = model(text).logits[0, :-1].log_softmax(-1)
+        picked = logprobs.gather(1, text[0, 1:, None])[-len(rollout.response.token_ids) :, 0]
+        rows.append(picked.tolist())
+        total = total + advantage * picked.sum()
+    return rows, total
+
+
+def compare_gradients(factors, root):
+    """The factors' gradients; modules that share an A here have the sum of its gradients."""
+    wanted = load_file(root / "gradients" / "adapter_model.safetensors")
+    assert wanted.keys() == factors.keys()
+    shared = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
+    sums = {}
+    for name, factor in factors.items():
+        layer, _, projection = name.partition("_proj.")[0].rpartition(".")
+        group = (layer, shared.get(projection, projection), name.split(".lora_")[1])
+        key = group if "lora_A" in name else name
+        sums[key] = sums.get(key, 0) + factor.grad
+        factor.group = key
+    for name, factor in factors.items():
+        got = sums[factor.group]
+        assert got.abs().max() > 1e-2
+        torch.testing.assert_close(wanted[name], got, rtol=1e-3, atol=1e-4 * float(got.abs().max()))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -100,4 +135,19 @@ def test_adapters_of_an_architecture_are_those_of_the_definition(differentiated,
     rows, total = sum_weighted(model)
     total.backward()
     close(rows, scores[name])
+    compare_gradients(factors, root)
+
+
+def test_peft_reads_the_folder(differentiated):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    root, scores = differentiated
+    root, scores = root / "qwen2", scores["qwen2"]
+    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, root / "adapter", is_trainable=True)
+    rows, total = sum_weighted(model)
+    total.backward()
+    close(rows, scores)
+    factors = {n.replace(".default", ""): p for n, p in model.named_parameters() if "lora" in n}
     compare_gradients(factors, root)

@@ -1,10 +1,5 @@
-"""Runs that train adapters: the engine samples from merged weights, and a killed run resumes."""
+"""Runs that train adapters: the engine samples from merged weights, or computes with adapters."""
 
-import contextlib
-import os
-import signal
-
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +7,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.apps.tasks import tiny_task
 from megatron_rl.runs.files import read_metrics
-from tests.functional.test_train import SHORT, assert_same_run, start_and_wait
+from tests.functional.test_train import SHORT, assert_same_run, train_killed
 from tests.functional.tiny_runs import TASK, make_task, train
 
 LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
@@ -60,31 +55,10 @@ def test_the_engine_samples_from_base_plus_adapters(whole):
             assert torch.equal(merged[name], value)
 
 
-def kill(arguments, folder, *, rows):
-    """Start a run and kill all of its processes once it has this many rows of metrics."""
-    process = start_and_wait(arguments, folder, rows=rows)
-    ranks = psutil.Process(process.pid).children()
-    for group in (process.pid, *(rank.pid for rank in ranks)):
-        with contextlib.suppress(ProcessLookupError):  # a rank ends with its launcher
-            os.killpg(group, signal.SIGKILL)
-    process.wait()
-
-
 def assert_same_adapters(ours, theirs):
     for name in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
         mine, wanted = load_file(ours / name), load_file(theirs / name)
         assert all(torch.equal(mine[key], value) for key, value in wanted.items())
-
-
-def test_an_interrupted_run_continues_there(tmp_path, whole):
-    """Most likely out of generating for step 2, or between two of its updates."""
-    arguments = (f"run.dir={tmp_path}", "run.name=ended", *LORA)
-    process = start_and_wait(arguments, tmp_path / "ended", rows=2)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=300) == os.EX_TEMPFAIL, process.read()
-    train(*arguments)
-    assert_same_run(tmp_path / "ended", whole)
-    assert_same_adapters(tmp_path / "ended", whole)
 
 
 @pytest.mark.slow
@@ -101,8 +75,6 @@ def test_a_run_that_sends_adapters_starts_from_those_of_another(tmp_path, whole)
     assert [row["sync/bytes_sent"] + row["sync/bytes_local"] for row in rows] == [
         2 * 4 * ADAPTER_PARAMETERS
     ] * 3
-    killed = (*arguments, "run.name=sent_killed")
-    kill(killed, tmp_path / "sent_killed", rows=3)
-    train(*killed)
+    train_killed(*arguments, "run.name=sent_killed", folder=tmp_path / "sent_killed")
     assert_same_run(tmp_path / "sent_killed", tmp_path / "sent")
     assert_same_adapters(tmp_path / "sent_killed", tmp_path / "sent")

@@ -80,19 +80,17 @@ def test_commands_of_page_run(folder):
     assert "high: 0.27" in run(folder, [*wider, "--print-config"])
 
 
-@pytest.mark.parametrize("tool", ["verl", "trl"])
-def test_config_converted_from_another_trainer_trains_a_step(tmp_path, tool):
+def test_config_converted_from_another_trainer_trains_a_step(tmp_path):
     make_task()
-    length = {"verl": "data.epochs=0.001", "trl": "trainer.steps=1"}[tool]  # one step
-    rows = train(
-        f"run.dir={tmp_path}", "run.name=a", length, *SMALL[1:], "eval.sets={}", "data.columns={}",
-        "parallel.tensor=1", "rollout.tensor=1", "data.max_prompt_tokens=48",
+    rows = train(  # one step
+        f"run.dir={tmp_path}", "run.name=a", "data.epochs=0.001", *SMALL[1:], "eval.sets={}",
+        "data.columns={}", "parallel.tensor=1", "rollout.tensor=1", "data.max_prompt_tokens=48",
         "rollout.max_response_tokens=56", "rollout.kv_cache_mib=16", "logging.tensorboard=false",
         "trainer.tokens_per_micro_batch=1024",
-        config=ROOT / "examples" / "pnpo" / f"from_{tool}.yaml", places=PLACES[:2],
+        config=ROOT / "examples" / "pnpo" / "from_verl.yaml", places=PLACES[:2],
     )  # fmt: skip
     assert [row["step"] for row in rows if row["step"]] == [1] and rows[-1]["rollout/tokens"] > 0
-    kl = {"verl": {"coefficient": 0.001, "estimator": "k3"}, "trl": None}[tool]
+    kl = {"coefficient": 0.001, "estimator": "k3"}
     config = load_config(tmp_path / "a" / "config.yaml")
-    assert (config.objective.name, config.objective.overrides.get("kl")) == ("ppo", kl)
+    assert (config.objective.name, config.objective.overrides["kl"]) == ("ppo", kl)
     assert (config.data.epochs, config.trainer.steps) == (None, 1)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.runtime.versions import SETS
 from tests.functional.real_transformer_engine.install import OutOfReachError, installed
-from tests.functional.test_actor_architectures import EXPERTS, YARN, _make_model
+from tests.functional.test_actor_architectures import EXPERTS, _make_model
 from tests.functional.test_actor_architectures import MODELS as ARCHITECTURES
 from tests.functional.test_actor_layouts import (
     freeze_behavior,
@@ -29,7 +29,6 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.slow
 MODELS = {
     "qwen2": ("Qwen2Config", {"head_dim": 8}),  # biases
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True, "rope_parameters": YARN}),  # q, k norms
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),
     "mistral": ("MistralConfig", {"sliding_window": 5}),
     # A dense layer below the others, half-rotated heads, a shared expert, biases of experts.
@@ -38,14 +37,9 @@ MODELS = {
 # The first and the last supported release of Transformer Engine.
 RELEASES = ("2.11.0", "2.20.2")
 TENSOR = {"tp2": {"tensor": 2}}
-ON_TWO = {
-    **TENSOR,
-    "dp2": {},
-    "cp2": {"context": 2},
-    "pp2": {"pipeline": 2, "virtual_stages": 2},
-}
+ON_TWO = {**TENSOR, "cp2": {"context": 2}, "pp2": {"pipeline": 2, "virtual_stages": 2}}
 ON_FOUR = {"tp2-cp2-ep2": {"tensor": 2, "context": 2, "expert": 2}}
-ON_RINGS = ("qwen2", "qwen3", "qwen3_moe", "qwen2 lora")  # no sliding windows
+ON_RINGS = ("qwen2", "qwen3_moe", "qwen2 lora")  # no sliding windows
 WITH_BIASES_OR_EXPERTS = ("qwen2", "qwen3_moe", "glm4_moe")
 
 

@@ -208,12 +208,6 @@ def train_killed(*arguments, folder):
     return train(*arguments)
 
 
-def test_killed_run_resumes_bit_for_bit(tmp_path, whole):
-    arguments = (f"run.dir={tmp_path}", "run.name=killed", "trainer.steps=3", "run.resume=auto")
-    train_killed(*arguments, *SHORT, folder=tmp_path / "killed")
-    assert_same_run(tmp_path / "killed", whole)
-
-
 def test_partial_rollouts_of_two_ranks_resume_with_tokens_on_other_ranks(tmp_path):
     """One engine of two ranks: each has half of the tokens, and both continue every response.
 
@@ -230,10 +224,11 @@ def test_partial_rollouts_of_two_ranks_resume_with_tokens_on_other_ranks(tmp_pat
     assert rows[-1]["lag/versions_mean"] > 0
 
 
-def test_interrupted_run_saves_and_resumes_there(tmp_path, whole):
+def test_interrupted_and_killed_run_resumes_bit_for_bit(tmp_path, whole):
     """No checkpoint is due before the last step: the signal alone saves one, wherever it comes.
 
-    Self-tests in every step, which the other run does not have, change nothing.
+    The kill loses what came after it. Self-tests in every step, which the other run does not have,
+    change nothing.
     """
     run = tmp_path / "interrupted"
     arguments = (f"run.dir={tmp_path}", "run.name=interrupted", "run.resume=auto",
@@ -250,7 +245,7 @@ def test_interrupted_run_saves_and_resumes_there(tmp_path, whole):
     step = int(where[1])
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == [f"step_{step:06d}"]
     assert read_metrics(run)[-1]["step"] == step - (where[2] is not None)
-    train(*arguments)
+    train_killed(*arguments, folder=run)
     assert_same_run(run, whole)
 
 

@@ -210,7 +210,10 @@ def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
 
 
 def test_engines_on_a_node_of_their_own_are_preempted_with_the_trainers(slurm, launcher):
-    """One node trains and the other generates; in the end the weights of one shared process."""
+    """One node trains and the other generates; in the end the weights of one shared process.
+
+    That is launched on this machine, and interrupted after two steps.
+    """
     settings = ("parallel.context=1", "lag.batches=1", "trainer.steps=8")
     run, pace = launcher.run_folder("apart"), launcher.pace("apart", 1.0)
     launcher.start("apart", *settings, "parallel.engine_ranks=1")
@@ -221,8 +224,13 @@ def test_engines_on_a_node_of_their_own_are_preempted_with_the_trainers(slurm, l
     launcher("logs", "-f", "apart")
     assert launcher.exits("apart") == ["75", "0"]
     assert "checkpoint saved at step" in (run / "log.txt").read_text()
-    launcher.start("shared", *settings, cluster="local")
+    pace = launcher.pace("shared", 0.3)
+    launcher.start("shared", *settings, "--simulate-preemption", "2", cluster="local")
+    launcher.wait_until("interrupted", lambda: launcher.exits("shared"), "shared")
+    pace.unlink()
     launcher("logs", "-f", "shared")
+    assert "COMPLETED" in launcher("status", "shared")
+    assert launcher.exits("shared") == ["75", "0"]
     one, other = launcher.weights("apart"), launcher.weights("shared")
     assert one.keys() == other.keys() and steps_of(run) == 8
     assert all(tensor.equal(other[key]) for key, tensor in one.items())
@@ -332,17 +340,8 @@ def test_settings_rejected_by_slurm_are_refused_before_submitting(slurm, launche
     assert set(after.split()) <= set(before.split())
 
 
-def test_simulated_preemption_on_one_machine_changes_nothing(launcher):
-    """NeMo-Run's local executor; the weights are compared with those of two nodes."""
+def test_offline_dry_run_asks_no_cluster(launcher):
     shown = launcher("launch", "tiny.yaml", "--cluster", "slurm.yaml", "run.name=here",
                      "--dry-run", "--offline")  # fmt: skip
     assert "#SBATCH --partition=low\n" in shown and not launcher.run_folder("here").exists()
     assert "=== not checked (--offline)\nmodel.path: " in shown
-    pace = launcher.pace("here", 0.3)
-    launcher.start("here", "--simulate-preemption", "2", cluster="local")
-    launcher.wait_until("interrupted", lambda: launcher.exits("here"), "here")
-    pace.unlink()
-    launcher("logs", "-f", "here")
-    assert "COMPLETED" in launcher("status", "here")
-    assert launcher.exits("here") == ["75", "0"]
-    launcher.assert_whole("here")
