@@ -24,7 +24,6 @@ from tools.gpu_check import (
     order,
     peers,
     row,
-    runs,
     speed,
 )
 from tools.gpu_check.row import Row, run_row
@@ -161,13 +160,12 @@ def test_parity_compares_with_transformers(monkeypatch):
     assert "Qwen2 mean gap" in failing("parity", actors.check_parity)
 
 
-@pytest.mark.parametrize("check", [actors.check_transformer_engine, actors.check_fp8])
 @pytest.mark.parametrize(
-    ("logprob", "norm", "deviation", "output"),
+    ("check", "logprob", "norm", "deviation", "output"),
     [
-        (-9.0, 1.0, 0.0, "mean gap"),
-        (-1.0, 2.0, 0.0, "gradient norm's change"),
-        (-1.0, 1.0, 1e-6, "first ratio"),
+        (actors.check_transformer_engine, -9.0, 1.0, 0.0, "mean gap"),
+        (actors.check_fp8, -1.0, 2.0, 0.0, "gradient norm's change"),
+        (actors.check_fp8, -1.0, 1.0, 1e-6, "first ratio"),
     ],
 )
 def test_layer_checks_fail_on_differences(monkeypatch, check, logprob, norm, deviation, output):
@@ -189,6 +187,10 @@ def test_operations_of_update():
     config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
               "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 10}  # fmt: skip
     assert speed.model_flop(config, [3]) == 6 * 184 * 3 + 12 * 4 * 6
+    # With experts: queries 2 * 3, keys 2 * 3; a layer 4 * (12 + 6 + 2 * 3 * 5 + 7) = 220.
+    config |= {"head_dim": 3, "num_experts": 7, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 5}  # fmt: skip
+    assert speed.model_flop(config, [1]) == 6 * 260 + 12 * 6
 
 
 def test_speed_check_fails_on_low_utilization(monkeypatch):
@@ -240,12 +242,11 @@ def test_run_check_fails_if_inexact_or_not_learning(change, output):
         engine.judge_quickstart(Row("quickstart"), steps)
 
 
-@pytest.mark.parametrize("kept", [{"sampling/kept_max": 1.0}, {}])
-def test_sampling_check_fails_if_nothing_was_removed(monkeypatch, kept):
+def test_sampling_check_fails_if_nothing_was_removed(monkeypatch):
     monkeypatch.setattr(engine, "judge_quickstart", lambda row, metrics: None)  # as above
     engine.judge_sampling(Row("sampling"), [{}, {"sampling/kept_max": 2.0}])
     with pytest.raises(AssertionError, match="most kept tokens"):
-        engine.judge_sampling(Row("sampling"), [{}, kept])
+        engine.judge_sampling(Row("sampling"), [{}, {"sampling/kept_max": 1.0}])
 
 
 def test_dry_run_check_fails_on_different_peaks(monkeypatch):
@@ -338,12 +339,6 @@ def test_budget_runs_the_rows_that_fit_in_order_of_value(monkeypatch, tmp_path):
     assert report["budget"] == 270.0
 
 
-def test_without_budget_the_long_rows_are_left_out(monkeypatch, tmp_path):
-    report = run_command(monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 1.0))
-    left_out = set(command.NAMES) - {one["name"] for one in report["rows"]}
-    assert left_out == set(order.LONG)
-
-
 def test_a_family_ends_at_the_budget():
     rows = [one for one in order.ORDER if one.family == "speed"]
     assert [one.name for one in order.fitting(rows, 45.0)] == ["update_16k"]
@@ -351,7 +346,13 @@ def test_a_family_ends_at_the_budget():
     assert order.limit(rows) == max(240.0, 5 * (15 + 28.6 + 13.7))
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("25m", 1500), ("90s", 90), ("1h", 3600), ("7", 7)])
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("25m", 1500),
+        ("1h", 3600),
+    ],
+)
 def test_budgets_have_units(text, seconds):
     assert order.parse_budget(text) == seconds
     for wrong in ("", "m", "-1m", "nan", "inf", "0"):
@@ -406,45 +407,6 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
     assert found["seconds whole / in windows of 16"] == 2.0
 
 
-def test_settings_of_windows_on_a_gpu_fit_whole_responses():
-    """Whole responses of the size fit into a pack, and each window is shorter than they are."""
-    from megatron_rl.config import load_config
-
-    tokens = against_trl.SIZES[peers.TAILS["cuda"]].tokens
-    assert peers.WINDOWS["cuda"] == (8192, 4096)
-    for window in peers.WINDOWS["cuda"]:
-        config = load_config(
-            against_trl.ROOT / "examples" / "pnpo" / "quickstart.yaml",
-            [f"rollout.max_response_tokens={tokens}", "parallel.context=1", *peers.ROOM["cuda"],
-             *peers.windows_of(window)],
-        )  # fmt: skip
-        assert config.lag.partial_rollouts["every_tokens"] == window < tokens
-        assert config.trainer.tokens_per_micro_batch >= config.data.max_prompt_tokens + tokens
-
-
-def test_peers_compare_with_verl_where_it_is_installed(monkeypatch, tmp_path):
-    row = {"generate": 1.0, "tokens": 30.0}
-    monkeypatch.setattr(against_trl, "TRL", tmp_path / "absent")
-    monkeypatch.setattr(against_trl, "make_task", lambda size: tmp_path)
-    for name, seconds in (("run_ours", 4.0), ("run", 6.0)):
-        result = {"rows": [{"seconds": seconds, **row}] * 3, "peak_gib": 1.0}
-        module = against_trl if name == "run_ours" else peers.verl_side
-        monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
-    monkeypatch.setattr(peers.verl_side, "missing", lambda **_: None)
-    made = run_row("peers", peers.check_peers)
-    found = {one["what"]: one["value"] for one in made.measures}
-    assert found["seconds of verl / of this system"] == 1.5
-    assert "against_trl.py install" in found["TRL"]
-
-
-def test_operations_of_an_update_with_experts():
-    # queries 2 * 3, keys 2 * 3; a layer 4 * (12 + 6 + 2 * 3 * 5 + 7) = 220, the head 40; one token.
-    config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 3,
-              "intermediate_size": 99, "num_hidden_layers": 1, "vocab_size": 10, "num_experts": 7,
-              "num_experts_per_tok": 2, "moe_intermediate_size": 5}  # fmt: skip
-    assert speed.model_flop(config, [1]) == 6 * 260 + 12 * 6
-
-
 def test_checks_without_their_requirements_are_skipped():
     assert row.DEVICE == "cpu"
     for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8,
@@ -458,50 +420,3 @@ def test_compiled_kernels_equal_those_in_use():
         assert made.status == "ok", made.line()
     values = {one["what"]: one["value"] for one in made.measures}
     assert values["gradient's difference"] == 0.0
-
-
-def test_variants_of_attention_make_as_many_forward_passes_as_named():
-    made = run_row("x", candidates.check_attention_kept)
-    assert made.status == "ok", made.line()
-    assert len(made.measures) == 2 * len(candidates.ATTENTIONS)
-    inputs = candidates.attention_inputs(
-        candidates.SEQUENCES, torch.float32, *candidates.HEADS_AND_SIZE
-    )
-    results = {}
-    for name, (passes, attention) in candidates.ATTENTIONS.items():
-        with torch.profiler.profile() as profile:
-            results[name] = torch.autograd.grad(attention(inputs).square().sum(), inputs)
-        kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-        events = sum(event.name == kernel for event in profile.events())
-        # What chooses the kept tensors intercepts two calls, and passes on the first.
-        assert events == passes + 2 * ("by the recomputed" in name), name
-    wanted = results.pop("in use")
-    for name, got in results.items():
-        # Sums over the queries of a group may be in another order.
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, wanted, strict=True)), name
-
-
-def test_candidate_with_other_gradient_fails(monkeypatch):
-    def wrong(logits, log_sum, gain):
-        return (logits - log_sum[:, None]).exp() * (2 * gain[:, None])
-
-    monkeypatch.setattr(candidates, "fused_gradient", wrong)
-    assert "compiled tiles, gradient's difference" in failing("heads", candidates.check_heads)
-    from megatron_rl.distributed import vocab_parallel
-
-    assert vocab_parallel._softmax_gradient.__module__ == vocab_parallel.__name__  # put back
-
-
-@pytest.mark.parametrize(
-    ("change", "output"),
-    [
-        ({"ratio/first_minibatch_max_deviation": 1e-7}, "first ratio - 1"),
-        ({"mismatch/logprob_abs_diff_mean": 0.5}, "log-prob gap"),
-    ],
-)
-def test_rows_of_runs_fail_if_inexact(change, output):
-    good = {"ratio/first_minibatch_max_deviation": 0.0, "mismatch/logprob_abs_diff_mean": 0.01,
-            "time/step": 1.0, "reward/mean": 0.5, "memory/train_peak_gib": 1.0}  # fmt: skip
-    runs._judge(Row("x"), "LoRA", [good, good])
-    with pytest.raises(AssertionError, match=output):
-        runs._judge(Row("x"), "LoRA", [{**good, **change}, good])

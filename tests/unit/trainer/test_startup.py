@@ -40,12 +40,9 @@ def make_prompts(folder, end, *, question=QUESTION, special=()):
     [
         ("", (), MATH_ANSWER),  # the user's text mentions a mark
         ("<think>\n", (), AFTER_THINKING),  # R1-Distill, QwQ, Qwen3-Thinking
-        ("<think>", (), AFTER_THINKING),
         ("<thought>\n", (), AFTER_THINKING),  # EXAONE-Deep
-        ("◁think▷", (), AFTER_THINKING),  # Kimi
         ("<think>\nOkay, let me see.", (), AFTER_THINKING),
         ("<think>\n\n</think>\n\n", (), MATH_ANSWER),  # Qwen3 with enable_thinking: false
-        ("</think>", (), MATH_ANSWER),  # DeepSeek-V3.1
         # No response shows the end of thinking if it is a special token, which decoding removes.
         ("[THINK]", ("[THINK]", "[/THINK]"), MATH_ANSWER),
     ],
@@ -66,10 +63,9 @@ def test_first_prompt_decides(tmp_path, end, special, verifier):
     )
 
 
-@pytest.mark.parametrize("name", [MATH_ANSWER, "my_rewards:score"])
-def test_verifier_of_the_user_is_kept(tmp_path, name):
+def test_verifier_of_the_user_is_kept(tmp_path):
     prompts = make_prompts(tmp_path, "<think>\n")
-    given = make_config(tmp_path, verifier=name)
+    given = make_config(tmp_path, verifier=MATH_ANSWER)
     assert choose_verifier(given, RunDirectory(tmp_path / "run"), prompts, echo=print) is given
 
 
