@@ -104,7 +104,14 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             "not a score of this run's evaluations; give true, or eval_macro or eval/a followed by "
             "/avg@6, /pass@2, /pass@4, /pass@6, /maj@6",
         ),
+        (MINIMAL, ["advantage.beta=0.5"], "no effect with advantage.estimator=group_relative"),
+        (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "no effect with optimizer.decay=constant"),
+        (MINIMAL, ["replay.capacity=2"], "no effect with replay.fresh=1"),
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),
+        (MINIMAL, ["eval.sets={a: 3}"], "eval.sets.a=3: must be a path, or a mapping of path and"),
+        (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
+        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
+        (MINIMAL, ["lora.targets=[]"], "lora.targets=[]: must"),
         (
             MINIMAL,
             ["data.template_arguments={tokenize: true}"],
@@ -166,10 +173,23 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["model.routing_replay=engine", "lag.batches=1"],
             "model.routing_replay=engine cannot be combined with lag.batches=1: routes are",
         ),
-        (
-            MINIMAL,
-            ["model.routing_replay=behavior", "behavior=engine"],
-            "model.routing_replay=behavior cannot be combined with behavior=engine: routes are",
+        *(
+            (
+                MINIMAL,
+                ["model.routing_replay=behavior", *settings],
+                f"model.routing_replay=behavior cannot be combined with {named}: routes are",
+            )
+            for named, *settings in (
+                ["behavior=engine", "behavior=engine"],
+                ["lag.batches=1", "lag.batches=1"],
+                ["lag.sync_weights_every=2", "lag.sync_weights_every=2"],
+                ["replay.fresh=0.5", "replay.fresh=0.5", "replay.capacity=2"],
+                [
+                    "lag.partial_rollouts",
+                    "lag.partial_rollouts={every_tokens: 8, cache: recompute}",
+                ],
+                ["offline.rollouts", "offline.rollouts=a"],
+            )
         ),
         (
             MINIMAL,
@@ -407,6 +427,11 @@ def test_paths_are_absolute_from_start(tmp_path, monkeypatch):
     assert config.model.path == "Qwen/Qwen3-8B"  # a message names it as it was given
     monkeypatch.chdir(tmp_path)
     assert with_absolute_paths(config) == config
+
+
+def test_user_defined_names_keep_dots(tmp_path):
+    sets = load_config(write(tmp_path, MINIMAL + "eval: {sets: {aime.24: a.parquet}}\n")).eval.sets
+    assert list(sets) == ["aime.24"]
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,7 @@ def test_missing_kernel_is_warned_of(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "triton", "refused"),
-    [
-        ((9, 0), "3.6.0", True),
-        ((9, 0), "3.7.1", False),
-    ],
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((10, 0), "3.6.0", False)],
 )
 def test_kernel_that_refuses_gradients_is_not_used(monkeypatch, capability, triton, refused):
     module = SimpleNamespace(chunk_gated_delta_rule=chunk_rule)

@@ -137,6 +137,17 @@ def test_offload_copies_into_memory_pinned_once_and_waits_once(monkeypatch):
     assert all(a is b for a, b in zip(counts, _tensors(optimizer)[1], strict=True))
 
 
+def test_pinned_memory_is_reallocated_for_other_sizes(monkeypatch):
+    device = _Device()
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    state = TrainingState([], _optimizer([(5,)]), device=CUDA)
+    for other in (state.optimizer, _optimizer([(6,)])):
+        state.optimizer = other
+        with device:
+            state.offload()
+    assert device.events == ["pin", "wait", "pin", "wait"]
+
+
 @pytest.mark.parametrize("chunk", [1 << 10, 1 << 20])
 def test_pinned_memory_has_room_for_all_without_overlap(chunk, monkeypatch):
     monkeypatch.setattr("megatron_rl.actor.memory._SMALLEST_CHUNK", chunk)

@@ -91,6 +91,8 @@ CONFIGS = {
     "linear": {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 500.0},
     "yarn": {"rope_parameters": {**YARN, "rope_theta": 500.0}},
     "yarn, old names": {"rope_scaling": YARN, "rope_theta": 500.0, "rope_parameters": None},
+    "yarn, own attention factor": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
+    "yarn, no original maximum": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
     "yarn, betas": {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 2, "truncate": False}},
     "yarn, original maximum outside": {

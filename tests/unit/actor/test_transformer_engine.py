@@ -53,6 +53,7 @@ SHAPE = ModelShape(
     ("installed", "device", "capability", "dtype", "setting", "used"),
     [
         (True, CUDA, (9, 0), LOW, None, True),
+        (True, CUDA, (10, 3), LOW, None, True),
         (True, CUDA, (8, 9), LOW, None, False),  # no THD attention in linear memory
         (True, CUDA, (12, 0), LOW, None, False),  # THD gradients were wrong
         (True, CUDA, (8, 0), LOW, True, True),

@@ -1,6 +1,7 @@
 """Findings of the doctor, and the namesake of NVIDIA apex."""
 
 import resource
+import subprocess
 import sys
 
 from megatron_rl.commands import doctor
@@ -16,6 +17,14 @@ def test_doctor_lists_training_requirements(capsys):
     for part in ("megatron-core", "vllm", "Transformer Engine", "NVIDIA apex", "collectives"):
         assert part in output
     assert "ready to train" in output
+
+
+def test_doctor_prints_nothing_before_table():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.cli", "doctor"], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "Triton is installed" not in done.stdout + done.stderr
 
 
 def test_apex_from_pypi_is_reported_as_another_package(tmp_path, monkeypatch):

@@ -38,7 +38,8 @@ def test_is_full_disk_recognizes_local_and_remote_errors():
 
 @pytest.mark.parametrize(
     ("name", "cure"),
-    [     ("megatron", "pip install --no-deps --ignore-requires-python 'megatron-core>=0.19"),
+    [("vllm", "pip install 'megatron_rl[cpu]' --extra-index-url"),
+     ("megatron", "pip install --no-deps --ignore-requires-python 'megatron-core>=0.19"),
      ("torch", "call .venv/bin/megatron-rl")],
 )  # fmt: skip
 def test_missing_library_is_one_line_with_its_installation(name, cure, capsys):
@@ -73,6 +74,7 @@ def describe(error, config, monkeypatch):
     ("error", "cause", "text"),
     [
         (KeyError("q"), Cause.OWN, "rank 1: KeyError: 'q'"),
+        (FloatingPointError("too many"), Cause.OWN, "rank 1: too many"),
         (OtherRankError("saving: rank 0: bad"), Cause.OTHER_RANK, "rank 1: saving: rank 0: bad"),
         (RankTimeoutError("saving: ended"), Cause.LOST_RANK, "rank 1: saving: ended"),
         (

@@ -52,10 +52,13 @@ def build_run(folder, **sections):
 @pytest.mark.parametrize(
     "sections",
     [
+        {"replay": {"fresh": 0.5, "capacity": 4}},
         {"lag": {"sync_weights_every": 4}, "eval": {"every": 8}},
         {"lag": {"partial_rollouts": 32}, "behavior": "engine"},
+        {"offline": {"rollouts": "somewhere"}, "eval": {}},
         {"objective": {"kl": {"coefficient": 0.1}}, "model": {"path": "base", "reference": "r"}},
         {"trainer": {"keep_best": "eval/held/avg@2", "minibatches": 8}},
+        {"trainer": {"stall_seconds": 3600}, "reward": {"time_limit_seconds": 900}},
     ],
     ids=str,
 )  # fmt: skip

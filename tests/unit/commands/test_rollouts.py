@@ -113,6 +113,7 @@ def test_model_s_text_cannot_reach_terminal(capsys, folder, tmp_path):
     ("words", "message"),
     [
         (["{run}/nowhere"], "nowhere does not exist; give the folder of a run"),
+        (["{run}/.."], "has no rollouts (rollouts/step_*.parquet): give the folder of a run"),
         (
             ["{run}", "--step", "9"],
             "no rollouts of step 9; choose one of its 3 recorded steps from 1 to 3",
@@ -124,3 +125,10 @@ def test_missing_selection_lists_available_ones(capsys, folder, words, message):
     code, out, err = show(capsys, *(word.format(run=folder) for word in words))
     assert (code, out) == (1, "")
     assert err.startswith("megatron-rl: error: ") and message in err and err.count("\n") == 1
+
+
+def test_damaged_file_is_named(capsys, tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "rollouts" / "step_000001.parquet").write_bytes(b"no parquet")
+    code, _, err = show(capsys, run)
+    assert code == 1 and "step_000001.parquet is damaged" in err

@@ -1,5 +1,6 @@
 """Headers of safetensors files: valid files are read, incomplete ones are refused."""
 
+import json
 import shutil
 
 import numpy as np
@@ -18,6 +19,11 @@ def test_read_header_returns_shapes_and_dtypes(tmp_path):
     assert {name: (entry["shape"], entry["dtype"]) for name, entry in header.items()} == {
         "a": ([2, 3], "F32"), "b": ([4], "BF16")}  # fmt: skip
     assert find_files(tmp_path) == dict.fromkeys("ab", "model.safetensors")
+
+
+def test_read_header_of_file_without_tensors_is_empty(tmp_path):
+    save_file({}, tmp_path / "model.safetensors")
+    assert read_header(tmp_path / "model.safetensors") == {}
 
 
 @pytest.mark.parametrize("change", [-1, 1])
@@ -44,6 +50,11 @@ def test_read_header_refuses_invalid_json(tmp_path):
         (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(ValueError, match="has no safetensors header; download"):
             read_header(tmp_path / "x")
+
+
+def test_find_files_reads_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x"}}))
+    assert find_files(tmp_path) == {"a": "x"}
 
 
 def make(folder, weights):

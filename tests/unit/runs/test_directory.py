@@ -85,6 +85,17 @@ def test_experts_stay_on_one_rank_or_on_several(tmp_path):
     directory.check_usable(parse_config(wider))
 
 
+def test_resume_accepts_settings_with_less_memory(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(build_config())
+    record(directory, 0)
+    smaller = build_config(resume="auto").model_dump() | {
+        "trainer": {"tokens_per_micro_batch": 4096, "recompute": "full"},
+        "rollout": {"max_num_seqs": 32},
+    }
+    directory.check_usable(parse_config(smaller))
+
+
 HOLD = """
 import sys
 from megatron_rl.runs.directory import RunDirectory
@@ -106,6 +117,17 @@ def test_directory_is_locked_by_one_process(tmp_path):
     holder.kill()
     holder.communicate()
     directory.lock()  # nothing has to be cleaned up
+
+
+def test_resume_removes_remains_of_failed_save(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create(build_config())
+    (directory.checkpoints.partial(8) / "actor").mkdir(parents=True)
+    keeper = CheckpointKeeper(
+        build_config(), directory, Console(is_main_rank=False), 0, lambda: None
+    )
+    assert keeper.restore(None) == 0  # there is nothing to load
+    assert not list(directory.checkpoints.path.iterdir())
 
 
 class LoadingActor:

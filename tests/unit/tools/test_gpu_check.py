@@ -24,6 +24,7 @@ from tools.gpu_check import (
     order,
     peers,
     row,
+    runs,
     speed,
 )
 from tools.gpu_check.row import Row, run_row
@@ -242,11 +243,12 @@ def test_run_check_fails_if_inexact_or_not_learning(change, output):
         engine.judge_quickstart(Row("quickstart"), steps)
 
 
-def test_sampling_check_fails_if_nothing_was_removed(monkeypatch):
+@pytest.mark.parametrize("kept", [{"sampling/kept_max": 1.0}, {}])
+def test_sampling_check_fails_if_nothing_was_removed(monkeypatch, kept):
     monkeypatch.setattr(engine, "judge_quickstart", lambda row, metrics: None)  # as above
     engine.judge_sampling(Row("sampling"), [{}, {"sampling/kept_max": 2.0}])
     with pytest.raises(AssertionError, match="most kept tokens"):
-        engine.judge_sampling(Row("sampling"), [{}, {"sampling/kept_max": 1.0}])
+        engine.judge_sampling(Row("sampling"), [{}, kept])
 
 
 def test_dry_run_check_fails_on_different_peaks(monkeypatch):
@@ -339,6 +341,12 @@ def test_budget_runs_the_rows_that_fit_in_order_of_value(monkeypatch, tmp_path):
     assert report["budget"] == 270.0
 
 
+def test_without_budget_the_long_rows_are_left_out(monkeypatch, tmp_path):
+    report = run_command(monkeypatch, tmp_path, dict.fromkeys(command.NAMES, 1.0))
+    left_out = set(command.NAMES) - {one["name"] for one in report["rows"]}
+    assert left_out == set(order.LONG)
+
+
 def test_a_family_ends_at_the_budget():
     rows = [one for one in order.ORDER if one.family == "speed"]
     assert [one.name for one in order.fitting(rows, 45.0)] == ["update_16k"]
@@ -407,6 +415,37 @@ def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, t
     assert found["seconds whole / in windows of 16"] == 2.0
 
 
+def test_settings_of_windows_on_a_gpu_fit_whole_responses():
+    """Whole responses of the size fit into a pack, and each window is shorter than they are."""
+    from megatron_rl.config import load_config
+
+    tokens = against_trl.SIZES[peers.TAILS["cuda"]].tokens
+    assert peers.WINDOWS["cuda"] == (8192, 4096)
+    for window in peers.WINDOWS["cuda"]:
+        config = load_config(
+            against_trl.ROOT / "examples" / "pnpo" / "quickstart.yaml",
+            [f"rollout.max_response_tokens={tokens}", "parallel.context=1", *peers.ROOM["cuda"],
+             *peers.windows_of(window)],
+        )  # fmt: skip
+        assert config.lag.partial_rollouts["every_tokens"] == window < tokens
+        assert config.trainer.tokens_per_micro_batch >= config.data.max_prompt_tokens + tokens
+
+
+def test_peers_compare_with_verl_where_it_is_installed(monkeypatch, tmp_path):
+    row = {"generate": 1.0, "tokens": 30.0}
+    monkeypatch.setattr(against_trl, "TRL", tmp_path / "absent")
+    monkeypatch.setattr(against_trl, "make_task", lambda size: tmp_path)
+    for name, seconds in (("run_ours", 4.0), ("run", 6.0)):
+        result = {"rows": [{"seconds": seconds, **row}] * 3, "peak_gib": 1.0}
+        module = against_trl if name == "run_ours" else peers.verl_side
+        monkeypatch.setattr(module, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(peers.verl_side, "missing", lambda **_: None)
+    made = run_row("peers", peers.check_peers)
+    found = {one["what"]: one["value"] for one in made.measures}
+    assert found["seconds of verl / of this system"] == 1.5
+    assert "against_trl.py install" in found["TRL"]
+
+
 def test_checks_without_their_requirements_are_skipped():
     assert row.DEVICE == "cpu"
     for check in (numerics.check_memory, actors.check_transformer_engine, actors.check_fp8,
@@ -420,3 +459,50 @@ def test_compiled_kernels_equal_those_in_use():
         assert made.status == "ok", made.line()
     values = {one["what"]: one["value"] for one in made.measures}
     assert values["gradient's difference"] == 0.0
+
+
+def test_variants_of_attention_make_as_many_forward_passes_as_named():
+    made = run_row("x", candidates.check_attention_kept)
+    assert made.status == "ok", made.line()
+    assert len(made.measures) == 2 * len(candidates.ATTENTIONS)
+    inputs = candidates.attention_inputs(
+        candidates.SEQUENCES, torch.float32, *candidates.HEADS_AND_SIZE
+    )
+    results = {}
+    for name, (passes, attention) in candidates.ATTENTIONS.items():
+        with torch.profiler.profile() as profile:
+            results[name] = torch.autograd.grad(attention(inputs).square().sum(), inputs)
+        kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        events = sum(event.name == kernel for event in profile.events())
+        # What chooses the kept tensors intercepts two calls, and passes on the first.
+        assert events == passes + 2 * ("by the recomputed" in name), name
+    wanted = results.pop("in use")
+    for name, got in results.items():
+        # Sums over the queries of a group may be in another order.
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, wanted, strict=True)), name
+
+
+def test_candidate_with_other_gradient_fails(monkeypatch):
+    def wrong(logits, log_sum, gain):
+        return (logits - log_sum[:, None]).exp() * (2 * gain[:, None])
+
+    monkeypatch.setattr(candidates, "fused_gradient", wrong)
+    assert "compiled tiles, gradient's difference" in failing("heads", candidates.check_heads)
+    from megatron_rl.distributed import vocab_parallel
+
+    assert vocab_parallel._softmax_gradient.__module__ == vocab_parallel.__name__  # put back
+
+
+@pytest.mark.parametrize(
+    ("change", "output"),
+    [
+        ({"ratio/first_minibatch_max_deviation": 1e-7}, "first ratio - 1"),
+        ({"mismatch/logprob_abs_diff_mean": 0.5}, "log-prob gap"),
+    ],
+)
+def test_rows_of_runs_fail_if_inexact(change, output):
+    good = {"ratio/first_minibatch_max_deviation": 0.0, "mismatch/logprob_abs_diff_mean": 0.01,
+            "time/step": 1.0, "reward/mean": 0.5, "memory/train_peak_gib": 1.0}  # fmt: skip
+    runs._judge(Row("x"), "LoRA", [good, good])
+    with pytest.raises(AssertionError, match=output):
+        runs._judge(Row("x"), "LoRA", [{**good, **change}, good])

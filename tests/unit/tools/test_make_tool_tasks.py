@@ -61,3 +61,16 @@ def test_environment_rewards_its_own_answer_and_no_other(task, environment):
             assert not first.done
             last = asyncio.run(made.step(answer))
             assert (last.done, last.reward) == (True, float(answer == row["answer"]))
+
+
+@pytest.mark.parametrize("task", ["ask", "lookup"])
+def test_no_symbol_predicts_answer_better_than_chance(task):
+    """No symbol of the prompt predicts the answer better than chance."""
+    rows = draw_rows(random.Random(4), Settings(train=4000, heldout=0), task)
+    for place in (9, 10, 11, -2):  # the number's digits, and the key or the last digit
+        best = {}
+        for row in rows:
+            counts = best.setdefault(row["question"][place], dict.fromkeys(DIGITS, 0))
+            counts[row["answer"]] += 1
+        right = sum(max(counts.values()) for counts in best.values()) / len(rows)
+        assert right < 0.16  # 0.1, and what choosing the best of ten counts after the fact adds

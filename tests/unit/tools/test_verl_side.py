@@ -1,6 +1,11 @@
 """verl's side of the comparison: its command, its log, and reasons why it cannot run."""
 
 import json
+import subprocess
+import sys
+
+import psutil
+import pytest
 
 from tools.benchmarks import against_trl, verl_side
 
@@ -48,3 +53,22 @@ def test_rewards_equal_those_of_other_systems():
         assert verl_side.parity("x", text, "1") == against_trl.score(text, "1", "x")
     assert verl_side.is_right("x", "so \\boxed{7}", "7") == 1.0
     assert verl_side.is_right("x", "so 7", "7") == 0.0
+
+
+def test_unsupported_python_is_named(monkeypatch):
+    monkeypatch.setattr(verl_side, "PYTHONS", ((3, 10), (3, 11)))
+    with pytest.raises(verl_side.CannotInstallError, match=r"needs a Python from 3\.10 to 3\.12"):
+        verl_side.install()
+
+
+def test_memory_counts_descendants_and_nothing_that_has_exited():
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    parent = psutil.Process(process.pid)
+    while not (children := parent.children()):
+        assert process.poll() is None
+    own = parent.memory_full_info().pss
+    assert against_trl.memory_of_tree(parent) > own > 0
+    process.communicate(b"\n")
+    assert not psutil.pid_exists(children[0].pid)
+    assert against_trl.memory_of_tree(parent) == 0

@@ -52,6 +52,7 @@ def make_batch(config, rewards, *, finish_reason="stop", objective=None):
         ({}, ("pnpo", {}), [True, True, False, False]),
         ({"zero_advantage": "compute"}, ("pnpo", {}), [True] * 4),
         ({}, ("pnpo", {"kl": {"coefficient": 0.1}}), [True] * 4),
+        ({}, ("pnpo", {"entropy_coefficient": 0.1}), [True] * 4),
         ({}, ("oapl", {}), [True] * 4),
     ],
 )

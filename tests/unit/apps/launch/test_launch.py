@@ -333,6 +333,9 @@ def run_batch(launch, before, *, status=0, requeue=3, link=1, further=""):
         (75, None, "COMPLETING", 0, "answer", False),  # SLURM requeues it itself
         (1, None, "RUNNING", 0, "answer", False),
         (1, None, "RUNNING", 0, "lost", True),
+        (1, None, "RUNNING", 3, "lost", False),
+        (1, None, "CANCELLED", 0, "lost", False),
+        (75, 1, "RUNNING", 0, "lost", True),
         (0, None, "RUNNING", 0, "answer", False),
         (75, 1, "RUNNING", 0, "answer", False),  # one rank refused the run before others began it
         (143, 75, "RUNNING", 0, "answer", True),
@@ -535,7 +538,9 @@ def test_launches_are_found_by_name_from_anywhere(monkeypatch, tmp_path):
     [
         ("COMPLETED", "9 0 75\n9 1 0\n", 0),
         ("FAILED", "9 0 3\n", 3),
+        ("CANCELLED", "9 0 143\n", 1),
         ("NODE_FAIL", "", 1),
+        ("TIMEOUT", "9 0 75\n", 1),
         ("UNKNOWN", "9 0 0\n", 0),  # SLURM has forgotten it: its batch script's word counts
         ("UNKNOWN", "", 1),
     ],
