@@ -1,5 +1,6 @@
 """Configs: defaults, overrides, and every error at once."""
 
+import itertools
 import re
 from os.path import abspath
 from pathlib import Path
@@ -82,7 +83,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["rollout.top_p=0.9", "rollout.min_p=0.1"],
             "rollout.top_p=0.9 and rollout.min_p=0.1 needs rollout.top_k, which bounds",
         ),
-        (MINIMAL, ["rollout.top_k=1"], "rollout.top_k=1: must be at least 2"),
         (
             MINIMAL,
             ["rollout.top_k=9", "objective={name: grpo, kl: {coefficient: 1, estimator: jsd}}"],
@@ -106,8 +106,12 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         ),
         (MINIMAL, ["advantage.beta=0.5"], "no effect with advantage.estimator=group_relative"),
         (MINIMAL, ["optimizer.min_learning_rate=1e-7"], "no effect with optimizer.decay=constant"),
+        (MINIMAL, ["replay.capacity=2"], "no effect with replay.fresh=1"),
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),
         (MINIMAL, ["eval.sets={a: 3}"], "eval.sets.a=3: must be a path, or a mapping of path and"),
+        (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
+        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
+        (MINIMAL, ["lora.targets=[]"], "lora.targets=[]: must"),
         (
             MINIMAL,
             ["data.template_arguments={tokenize: true}"],
@@ -119,20 +123,9 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["rollout.gpu_memory_utilization=0"],
             "rollout.gpu_memory_utilization=0: must be above 0",
         ),
-        (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
         (MINIMAL, ["run.name=a/b"], "run.name='a/b': must be a file name of letters, digits, '.',"),
-        (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
-        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
         (MINIMAL, ["lag.partial_rollouts=8"], "set behavior=engine, or cache: recompute"),
-        *(
-            (MINIMAL, [f"logging.keep_rollouts={value}"], "must be all, sampled, or the number of")
-            for value in ("0", "true", "some", "2.5", "null")
-        ),
-        (
-            MINIMAL,
-            ["lag.partial_rollouts=0"],
-            "lag.partial_rollouts=0: must be a number of tokens, at least 1",
-        ),
+        (MINIMAL, ["logging.keep_rollouts=2.5"], "must be all, sampled, or the number of"),
         (MINIMAL, ["lag.partial_rollouts={every_tokens: 8, cache: drop}"], "cache: recompute}"),
         (
             MINIMAL,
@@ -154,7 +147,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["parallel.engine_ranks=2", "offline.rollouts=a"],
             "parallel.engine_ranks needs responses that an engine generates, but offline.rollouts",
         ),
-        (MINIMAL, ["replay.capacity=2"], "no effect with replay.fresh=1"),
         (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "rounds to no groups or to all of them"),
         (
             MINIMAL,
@@ -163,9 +155,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         ),
         (MINIMAL, ["lora.rank=8"], "lora needs a learning rate of its own"),
         (MINIMAL, ["lora.dropout=0.1"], "lora.dropout=0.1: must be 0: the same weights must give"),
-        (MINIMAL, ["lora.targets=[]"], "lora.targets=[]: must"),
         (MINIMAL, ["lora.targets=[qkv, qkv]"], "lists a linear twice"),
-        (MINIMAL, ["lora.targets=[head]"], "lora.targets"),
         (
             MINIMAL,
             ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.fp8=tensorwise"],
@@ -201,7 +191,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
                 ["offline.rollouts", "offline.rollouts=a"],
             )
         ),
-        (MINIMAL, ["data.epochs=0"], "data.epochs=0: must be above 0"),
         (
             MINIMAL,
             ["data.epochs=2", "trainer.steps=150"],  # also if it is the default
@@ -243,12 +232,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["rollout.n=8"],
             "rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n",
         ),
-        (
-            MINIMAL,
-            ["lr=1e-6"],
-            "for verl's actor_rollout_ref.actor.optim.lr set optimizer.learning",
-        ),
-        (MINIMAL, ["critic.optim.lr=1"], "critic: unknown key; verl's critic has no counterpart"),
         (MINIMAL, ["epsilon=0.2"], "for TRL's epsilon set objective.constraint.low"),
         (MINIMAL, ["name=a"], "name: unknown key; did you mean run.name?"),
         (MINIMAL, ["mesh=2"], "mesh: unknown key; valid here: seed, behavior, run, model, lora,"),
@@ -263,12 +246,9 @@ def test_wrong_values_name_suggestion(tmp_path, text, overrides, output):
     ("content", "output"),
     [
         (b"model: {path: m}\n# caf\xe9\n", "run.yaml, line 2: byte 0xe9 is not UTF-8; save the"),
-        (b"\xff\xfem\x00", "run.yaml, line 1: byte 0xff is not UTF-8"),  # UTF-16
         (b"model:\n\tpath: m\n", "run.yaml, line 2: not valid YAML: a tab; indent with spaces"),
-        (b"model:\n  path: m\n\tx: 1\n", "run.yaml, line 3: not valid YAML: a tab; indent with"),
         (b"a: b\nmodel: {path: m\x07}\n", "run.yaml, line 2: not valid YAML: the character U+0007"),
         (b"model: {path: m\nseed: 1\n", "run.yaml, line 2: not valid YAML: while parsing a flow"),
-        (b"a: [\n", "run.yaml, line 2: not valid YAML: while parsing a flow"),
         (b"a: &x {b: *x}\n", "run.yaml: an alias (*) refers to itself; remove it"),
         (
             b"defaults: &d\n  steps: 1\nmodel.path: m\ndata.train: t\ntrainer: *d\n",
@@ -280,7 +260,6 @@ def test_wrong_values_name_suggestion(tmp_path, text, overrides, output):
             "  trainer.steps=0: must be at least 1 (run.yaml, line 5)\n"
             "  trainer.epoch: unknown key; did you mean trainer.epochs? (run.yaml, line 4)",
         ),
-        (b"model.path: m\ntrainer.epoch: 1\n", "did you mean trainer.epochs? (run.yaml, line 2)"),
     ],
 )
 def test_wrong_file_is_described_by_file_and_line(tmp_path, content, output):
@@ -390,7 +369,6 @@ def test_home_and_variables_in_paths_are_replaced(tmp_path, monkeypatch):
     ("path", "output"),
     [
         ("${NOWHERE_SET}/m", "the environment variable NOWHERE_SET is not set or empty; export it"),
-        ("$NOWHERE_SET", "the environment variable NOWHERE_SET is not set or empty"),
         ("${A:-/data}/m", "${A:-/data} is not replaced in paths, only $NAME and ${NAME}"),
         ("~nobody_here/m", "there is no home folder of ~nobody_here; give the path in full"),
     ],
@@ -400,12 +378,6 @@ def test_path_that_cannot_be_expanded_is_refused(tmp_path, path, output):
         with pytest.raises(ConfigError, match=re.escape(output)) as error:
             load_config(write(tmp_path, MINIMAL), [f"{key}={path}"])
         assert f"{key.removesuffix('.path')}" in str(error.value)
-
-
-def test_printed_config_reads_back_to_same_config(tmp_path):
-    config = load_config(write(tmp_path, MINIMAL), ["eval.sets.aime=a.parquet", "seed=3"])
-    again = load_config(write(tmp_path, dump_config(config)))
-    assert again == config
 
 
 def test_set_is_path_or_path_with_columns(tmp_path):
@@ -457,10 +429,14 @@ def test_paths_are_absolute_from_start(tmp_path, monkeypatch):
     assert with_absolute_paths(config) == config
 
 
+def test_user_defined_names_keep_dots(tmp_path):
+    sets = load_config(write(tmp_path, MINIMAL + "eval: {sets: {aime.24: a.parquet}}\n")).eval.sets
+    assert list(sets) == ["aime.24"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "model.path: m\ndata.train: t\noptimizer.learning_rate: 3e-6\n",
         "model: {path: m}\ndata: {train: t}\noptimizer.learning_rate: 3e-6\n",
         "model.path: m\ndata: {train: t, columns.prompt: q}\noptimizer: {learning_rate: 3e-6}",
     ],
@@ -473,15 +449,9 @@ def test_dotted_keys_in_file_equal_overrides(tmp_path, text):
     assert override.model.path == "other"
 
 
-def test_user_defined_names_keep_dots(tmp_path):
-    sets = load_config(write(tmp_path, MINIMAL + "eval: {sets: {aime.24: a.parquet}}\n")).eval.sets
-    assert list(sets) == ["aime.24"]
-
-
-@pytest.mark.parametrize("dotted", ["model.path: b\n" + MINIMAL, MINIMAL + "model.path: b\n"])
-def test_setting_with_and_without_dots_is_refused(tmp_path, dotted):
+def test_setting_with_and_without_dots_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^model\.path is given twice, with and without dots"):
-        load_config(write(tmp_path, dotted))
+        load_config(write(tmp_path, MINIMAL + "model.path: b\n"))
 
 
 @pytest.mark.parametrize(
@@ -491,7 +461,6 @@ def test_setting_with_and_without_dots_is_refused(tmp_path, dotted):
             "model: {path: m}\nseed: 1\nmodel: {path: n}\n",
             "'model' is given twice, in lines 1 and 3",
         ),
-        ("data:\n  train: t\n  train: u\n", "'train' is given twice, in lines 2 and 3"),
     ],
 )
 def test_key_that_is_given_twice_is_refused_with_both_lines(tmp_path, text, output):
@@ -524,30 +493,15 @@ def test_objective_is_name_or_mapping(tmp_path):
             "objective.constraint is 0.2: give its keys (low, high, space, scale, power, sided), "
             "as {low: 0.0007, high: 0.00095}; or give a new one as {kind: ...} of ppo_clip",
         ),
-        ("objective.constraint=null", "objective.constraint is None: give its keys"),
-        (
-            "objective.kl=0.1",
-            "objective.kl is 0.1: give its keys (coefficient, estimator, weighted, top_k)",
-        ),
-        ("objective.rollout_correction=2.0", "objective.rollout_correction is 2.0: give its keys"),
         ("objective.constraint.low=-1", "objective.constraint: low is -1: it must be >= 0"),
         ("lag.partial_rollouts=x", "lag.partial_rollouts='x': must be a number of tokens, at l"),
-        ("lag.batches=x", "lag.batches='x': must be a whole number"),
         ("trainer.keep_best=3", "trainer.keep_best=3: must be true, false or the name of a score"),
         ("trainer=null", "trainer=null: must be a mapping of steps, epochs,"),
-        ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of kind, buffer, p"),
-        ("logging.wandb=yes", "logging.wandb=true: must be a mapping of project, entity, such as"),
-        (
-            "eval.columns=prompt",
-            "eval.columns='prompt': must be a mapping of prompt, answer, source",
-        ),
         ("eval.sets={a: {pth: b}}", "eval.sets.a.pth: unknown key; did you mean eval.sets.a.path?"),
-        ("rollout.stop=x", "rollout.stop='x': must be a list, such as [x]"),
         ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step=2.5: must be a whole number"),
         ("run.check_memory=maybe", "run.check_memory='maybe': must be true or false"),
         ("optimizer.learning_rate=.inf", "optimizer.learning_rate=inf: must be a finite number"),
         ("run.resume=yes", "run.resume='yes': must be 'never' or 'auto'"),
-        ("run.resume=always", "run.resume='always': must be 'never' or 'auto'"),
     ],
 )
 def test_wrong_type_is_described_in_plain_words(tmp_path, override, output):
@@ -557,23 +511,23 @@ def test_wrong_type_is_described_in_plain_words(tmp_path, override, output):
     assert not re.search(r"megatron_rl|Section|pydantic|\.(int|str|bool)=", str(error.value))
 
 
-@pytest.mark.parametrize("key", valid_keys(Config))
-def test_error_messages_contain_no_python_types(key):
+def test_error_messages_contain_no_python_types():
     """Also settings that take a number or a mapping, a name or a mapping: one line, plain words."""
-    for bad in ([{"x": [1]}], "a b", True, -1e30, {"zzz": {"y": 1}}):
+    for key, bad in itertools.product(
+        valid_keys(Config), ([{"x": [1]}], "a b", True, -1e30, {"zzz": {"y": 1}})
+    ):
         values = {"model": {"path": "m"}, "data": {"train": "t"}}
         set_dotted(values, key, bad)
         try:
             parse_config(values)
         except ConfigError as error:
             output = str(error)
-            assert not re.search(r"[Ii]nput should|Section|dict\[|<class|valid \w+ or", output), (
-                output
-            )
-            if not isinstance(bad, dict):
-                assert (
-                    sum(line.strip().startswith(f"{key}=") for line in output.splitlines()) <= 1
-                ), output
+        else:
+            continue
+        assert not re.search(r"[Ii]nput should|Section|dict\[|<class|valid \w+ or", output), output
+        if not isinstance(bad, dict):
+            lines = [line.strip() for line in output.splitlines()]
+            assert sum(line.startswith(f"{key}=") for line in lines) <= 1, output
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"

@@ -93,11 +93,9 @@ def test_sharegpt_is_read_as_openai():
 @pytest.mark.parametrize(
     "question",
     [
-        "Say hello.",
         '[{"value": 1}, {"value": 2}] is a list. Add the values.',
         '[{"from": "A", "to": "B"}]: is it a cycle?',
         '{"role": "user", "content": 1} is what?',
-        "[1, 2, 3]",
     ],
 )
 def test_question_that_is_no_list_of_messages_stays_a_text(question):
@@ -107,29 +105,18 @@ def test_question_that_is_no_list_of_messages_stays_a_text(question):
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (
-            "[{'role': 'user', 'content': 'a'}]",  # what pandas writes to CSV
-            r"prompt looks like a list of chat messages, but .* is not JSON.*json\.dumps",
-        ),
         ('[{"role": "user", "content": "a"}] Go on.', r"looks like a list of chat messages, but"),
         ([*WHOLE, {"role": "assistant", "content": "18"}], "prompt ends with a message of the"),
-        (json.dumps([USER, {"role": "assistant", "content": "18"}]), "ends with a message of the"),
         ([{"role": "human", "content": "a"}], r"message 1: .* a role of system, .* role='human'"),
         ([{"from": "narrator", "value": "a"}], r"from must be one of .*, got 'narrator'"),
         ([USER | {"content": None}], "message 1: a chat message must have a text as content"),
-        ([USER | {"content": {"a": 1}}], "a chat message must have a text as content"),
         ([USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
          "content has a part of type image_url"),
-        ([USER | {"content": [{"type": "input_audio"}]}], "has a part of type input_audio"),
-        ([USER | {"content": ["a"]}], "content has a part of type str"),
         ([USER | {"images": ["a.png"]}], "has the key images; models here read text only"),
         (calling('{"city": '), r"message 2: .*is not JSON"),
         (calling("[1]"), r"arguments of weather must be an object or its JSON text, got '\[1\]'"),
         ([USER, {"role": "assistant", "tool_calls": [{"id": "c"}]}, TOOL], "a function with"),
-        ([USER, {"from": "function_call", "value": "weather()"}, TOOL], "is not JSON"),
-        ([USER | {"content": " "}], "ends with a message of the user without text"),
         ([{"role": "system", "content": ""}], "prompt has messages without any text"),
-        ([], "prompt must be a text or a list of chat messages"),
         ({"role": "user", "content": "a"}, "prompt must be a text or a list of chat messages"),
         (["a"], "message 1: 'a' is not JSON"),
     ],

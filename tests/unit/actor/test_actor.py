@@ -37,7 +37,7 @@ def test_decays_reach_minimum_at_last_update():
     assert cosine[7] == pytest.approx(0.0)
 
 
-LAYOUTS = ({"tensor": 2, "pipeline": 2}, {"tensor": 2, "context": 2}, {"pipeline": 4})
+LAYOUTS = ({"tensor": 2, "pipeline": 2}, {"context": 2})
 
 
 def reduce_perturbed(rank, world_size):

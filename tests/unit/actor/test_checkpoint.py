@@ -13,8 +13,8 @@ from tests.functional.test_actor_layouts import make_model
 from tests.ranks import run_ranks
 
 
-@pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 4, 2), (2, 3, 2, 2), (1, 6), (6, 1)])
-@pytest.mark.parametrize("largest", [1, 3, 5, 100])
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 2, 2), (6, 1)])
+@pytest.mark.parametrize("largest", [1, 3, 100])
 def test_boxes_contain_every_element_once_in_row_order(shape, largest):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     for start, stop in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
@@ -38,7 +38,7 @@ def test_matrix_takes_three_boxes_at_most():
     ]
 
 
-RANKS = 4
+RANKS, SAVES = 4, 3
 
 
 class CountedObjects:
@@ -64,7 +64,7 @@ def _fill(actor, seed):
             parameter.fill_(seed)
 
 
-def save_often(rank, world_size, root, layout):
+def save_often(rank, world_size, root):
     """Shards that each save and load exchanges, and whether folders load to what was saved."""
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
@@ -72,13 +72,10 @@ def save_often(rank, world_size, root, layout):
     from megatron_rl.actor.cpu_adaptation import megatron_runtime
     from megatron_rl.actor.settings import ActorSettings
 
-    root, topology = Path(root), groups.initialise(**layout)
-    folder = root / "-".join(map(str, layout.values()))
-    if rank == 0:
-        folder.mkdir()
-    actor = MegatronActor(root / "model", topology=topology, settings=ActorSettings())
+    folder, topology = Path(root), groups.initialise(pipeline=2)
+    actor = MegatronActor(folder / "model", topology=topology, settings=ActorSettings())
     digests, exchanged = [], []
-    for number in range(4):
+    for number in range(SAVES):
         _fill(actor, 10 * number + rank // 2)  # replicas are equal
         digests.append(actor.digest())
         with mock.patch.object(
@@ -108,10 +105,9 @@ def save_often(rank, world_size, root, layout):
 
 def test_later_saves_exchange_no_shards_and_load_bit_identically(tmp_path):
     make_model(tmp_path / "model", tied=False)
-    for layout in ({"pipeline": 2}, {"tensor": 2, "pipeline": 2}):
-        for exchanged, right in run_ranks(save_often, RANKS, str(tmp_path), layout):
-            saves, loads = exchanged[:4], exchanged[4:]
-            assert saves[0] > 0 and saves[1:] == [0, 0, 0]
-            # Of what its replicas read, and not again to check that the ranks read everything.
-            assert len(loads) == 5 and max(loads) <= saves[0] / 2
-            assert all(right) and len(right) == 6
+    for exchanged, right in run_ranks(save_often, RANKS, str(tmp_path)):
+        saves, loads = exchanged[:SAVES], exchanged[SAVES:]
+        assert saves[0] > 0 and saves[1:] == [0] * (SAVES - 1)
+        # Of what its replicas read, and not again to check that the ranks read everything.
+        assert len(loads) == SAVES + 1 and max(loads) <= saves[0] / 2
+        assert all(right) and len(right) == SAVES + 2

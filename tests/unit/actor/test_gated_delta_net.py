@@ -209,19 +209,6 @@ def test_layer_and_gradients_are_those_of_transformers_in_float64(name, rule):
         assert abs(found[key] - want.numpy()).max() <= 1e-12 * max(1, want.abs().max()), key
 
 
-def test_rule_is_that_of_megatron():
-    from megatron.core.ssm.gated_delta_net import common
-
-    q, k, v, g, beta, *_ = inputs()
-    layout = SequenceLayout(LENGTHS, torch.ones(sum(LENGTHS)).bool())
-    kernel = by_sequence(chunk_rule(common))
-    found = [
-        gated_delta(q, k, v, g, beta, layout, rule=rule)
-        for rule in (None, gated_delta_net.kernel_rule(kernel))
-    ]
-    torch.testing.assert_close(found[0], found[1], atol=1e-13, rtol=0)
-
-
 def test_missing_kernel_is_warned_of(monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     with pytest.warns(UserWarning, match="several times slower: .*`pip install flash-linear-att"):

@@ -17,10 +17,8 @@ from tools.benchmarks.group_sockets import count, create_groups, measure
 
 RANKS = 64
 LAYOUTS = (
-    {"tensor": 8, "pipeline": 4},
     {"pipeline": 2, "context": 4, "expert": 8},
     {"tensor": 4, "pipeline": 2, "expert": 8},
-    {"tensor": 2, "context": 2},
 )
 
 

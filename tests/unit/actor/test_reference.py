@@ -154,7 +154,7 @@ def make_pairs():
     ]
 
 
-@pytest.mark.parametrize("order", ["first", "last", *range(60)])
+@pytest.mark.parametrize("order", ["first", "last", *range(10)])
 def test_streams_exchange_pairs_in_every_order(monkeypatch, order):
     choices = {"first": lambda ready: ready[0], "last": lambda ready: ready[-1]}
     choose = choices.get(order) or random.Random(order).choice

@@ -46,8 +46,7 @@ def test_both_rotations_are_bit_identical():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("dtype", "halves"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_rows_of_tables_are_bit_identical_to_tables_of_positions(dtype, halves):
     shape = small_shape(head_dim=16, rotary_base=1e6)
     generator = torch.Generator().manual_seed(0)
@@ -78,8 +77,8 @@ def test_forward_pass_selects_rows_once():
     tables = build_rotation(torch.arange(8), small_shape(head_dim=16), dtype=torch.float32)
     pack = PackRotation(tables, torch.tensor([3, 1], dtype=torch.int32))
     with pack.selected():
-        assert pack._rows is not None and len(pack._rows.cosine) == 2
         rows = pack._rows
+        assert len(rows.cosine) == 2
         pack.apply(torch.ones(2, 1, 16))
         assert pack._rows is rows
     assert pack._rows is None  # nothing but the positions is kept
@@ -93,13 +92,13 @@ CONFIGS = {
     "yarn": {"rope_parameters": {**YARN, "rope_theta": 500.0}},
     "yarn, old names": {"rope_scaling": YARN, "rope_theta": 500.0, "rope_parameters": None},
     "yarn, own attention factor": {"rope_scaling": {**YARN, "attention_factor": 0.8}},
+    "yarn, no original maximum": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "yarn, mscale": {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}},
     "yarn, betas": {"rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 2, "truncate": False}},
     "yarn, original maximum outside": {
         "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
         "original_max_position_embeddings": 48,
     },
-    "yarn, no original maximum": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
     "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}},
 }
 

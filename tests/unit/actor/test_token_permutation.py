@@ -1,6 +1,5 @@
 """Tokens to experts' rows and back, against Megatron's own functions."""
 
-import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -31,9 +30,8 @@ def _there_and_back(module, dtype):
     return [rows, probs, out, tokens.grad]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_rows_sums_and_gradients_are_megatrons_on_a_cpu(dtype):
-    got, want = _there_and_back(layers, dtype), _there_and_back(moe_utils, dtype)
+def test_rows_sums_and_gradients_are_megatrons_on_a_cpu():
+    got, want = (_there_and_back(one, torch.float32) for one in (layers, moe_utils))
     assert all(torch.equal(mine, plain) for mine, plain in zip(got, want, strict=True))
 
 

@@ -15,15 +15,14 @@ from tests.ranks import run_ranks
 
 RANKS = 4
 LAYOUTS = {
-    "dense": [{}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}],
+    "dense": [{"tensor": 2, "context": 2}, {"pipeline": 2}],
     "experts": [{"expert": 2}, {"tensor": 2, "expert": 2}],
 }
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_model_folder_with_non_finite_values_raises(tmp_path, value):
+def test_model_folder_with_non_finite_values_raises(tmp_path):
     tensors = {"good": torch.ones(4, 2), "bad": torch.ones(4, 2)}
-    tensors["bad"][3, 1] = value
+    tensors["bad"][3, 1] = float("inf")
     save_file(tensors, tmp_path / "model.safetensors")
     reader = HfReader(tmp_path)
     assert read_piece(reader, piece("good", rows=(0, 4))).shape == (4, 2)

@@ -14,7 +14,6 @@ from megatron_rl.commands import ending
 from megatron_rl.commands.ending import fail, how_to_continue, is_full_disk
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.errors import UserError
-from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.statistics import Band
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.failures import Cause, OtherRankError, RankTimeoutError
@@ -119,22 +118,12 @@ def test_describe_config_error_omits_resume_command(run, monkeypatch):
     ("error", "message"),
     [
         (UserError("size=0: give 1 or more"), "size=0: give 1 or more"),
-        (ConfigError("model.path: bad"), "model.path: bad"),
         (PermissionError(13, "Permission denied", "/a"), "[Errno 13] Permission denied: '/a'"),
     ],
 )
 def test_fail_with_user_error_prints_its_message(capsys, error, message):
     assert fail(error, None) == 1
     assert capsys.readouterr().err == f"megatron-rl: error: {message}\n"
-
-
-def test_fail_with_unknown_objective_prints_its_message(capsys):
-    with pytest.raises(UserError) as caught:
-        build_objective("pnpos")
-    assert fail(caught.value, None) == 1
-    assert capsys.readouterr().err.startswith(
-        "megatron-rl: error: objective.name: unknown objective 'pnpos'"
-    )
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def _plain(response: Generated) -> dict:
     }
 
 
+OWNERS = {3: 1, 4: 0, 6: 1}  # of responses that are continued
 PIECES = (4, 2**26)  # bytes: a row at a time, or all at once
 
 
@@ -62,28 +63,10 @@ def _gather(rank, world_size):
                 own = [_response(at) for at in range(total) if (0, 2)[at % 2] == rank]
                 found = gather_responses(list(reversed(own)), on_all_ranks=on_all_ranks)
                 gathered[on_all_ranks, token_rows.PIECE_BYTES, total] = list(map(_plain, found))
-    return gathered
-
-
-def _gather_for_owners(rank, world_size):
     own = [_response(at) for at in range(9) if (0, 2)[at % 2] == rank]
-    found = gather_responses(own, on_all_ranks=False, owners={3: 1, 4: 0, 6: 1})
-    return list(map(_plain, found))
-
-
-def test_continued_responses_go_to_their_owners_and_stay_nowhere_else():
-    owners = {3: 1, 4: 0, 6: 1}
-    for rank, responses in enumerate(run_ranks(_gather_for_owners, 3)):
-        for position, response in enumerate(responses):
-            owner = owners.get(position, (0, 2)[position % 2])
-            here = _plain(_response(position, owner))
-            if rank != owner:  # no file contains routes, so rank 0 does not receive them
-                here["routes"] = f"{len(here['routes'])} tokens"
-            if rank not in (0, owner):
-                for name in TOKEN_COLUMNS:
-                    here[name] = f"{len(here[name])} tokens"
-                here |= {"text": "", "messages": (), "grade": None}
-            assert response == here
+    found = gather_responses(own, on_all_ranks=False, owners=OWNERS)
+    gathered[False, "continued", 9] = list(map(_plain, found))
+    return gathered
 
 
 @pytest.fixture(scope="module")
@@ -91,24 +74,24 @@ def gathered():
     return run_ranks(_gather, 3)
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_everywhere_every_rank_has_all_responses_in_order(gathered, piece):
+def test_everywhere_every_rank_has_all_responses_in_order(gathered):
     for of_rank in gathered:
-        assert of_rank[True, piece, 9] == [_plain(_response(position)) for position in range(9)]
-        assert of_rank[True, piece, 0] == []
+        for piece in PIECES:
+            assert of_rank[True, piece, 9] == [_plain(_response(place)) for place in range(9)]
+            assert of_rank[True, piece, 0] == []
 
 
-@pytest.mark.parametrize("piece", PIECES)
-def test_only_rank_0_and_owner_have_tokens_and_texts(gathered, piece):
+def test_only_rank_0_and_owner_have_tokens_and_texts(gathered):
+    """The owner is the rank that generated a response, or the one that continues it."""
     for rank, of_rank in enumerate(gathered):
-        assert of_rank[False, piece, 0] == []
-        for position, response in enumerate(of_rank[False, piece, 9]):
-            owner = (0, 2)[position % 2]
-            whole = _plain(_response(position, owner))
-            if rank != owner:
-                whole["routes"] = f"{len(whole['routes'])} tokens"
-            if rank not in (0, owner):
-                whole |= {name: f"{len(whole[name])} tokens" for name in TOKEN_COLUMNS}
-                # the ranges are known everywhere
-                whole |= {"text": "", "messages": (), "grade": None}
-            assert response == whole
+        assert of_rank[False, PIECES[0], 0] == []
+        for piece, owners in (*((piece, {}) for piece in PIECES), ("continued", OWNERS)):
+            for position, response in enumerate(of_rank[False, piece, 9]):
+                owner = owners.get(position, (0, 2)[position % 2])
+                whole = _plain(_response(position, owner))
+                if rank != owner:  # no file contains routes, so rank 0 does not receive them
+                    whole["routes"] = f"{len(whole['routes'])} tokens"
+                if rank not in (0, owner):  # the ranges are known everywhere
+                    whole |= {name: f"{len(whole[name])} tokens" for name in TOKEN_COLUMNS}
+                    whole |= {"text": "", "messages": (), "grade": None}
+                assert response == whole

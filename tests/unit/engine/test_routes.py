@@ -36,7 +36,7 @@ def test_routes_are_bytes_in_the_engines_order(num_experts, dtype):
     np.testing.assert_array_equal(flat.view(dtype).reshape(4, LAYERS, K), found)
 
 
-@pytest.mark.parametrize("shape", [None, (5, LAYERS, K), (4, LAYERS - 1, K), (4, LAYERS, K + 1)])
+@pytest.mark.parametrize("shape", [None, (5, LAYERS, K), (4, LAYERS, K + 1)])
 def test_routes_of_another_shape_are_refused(shape):
     found = None if shape is None else np.zeros(shape, np.uint8)
     with pytest.raises(RuntimeError, match=r"of shape .* request of 4 tokens in 3 layers with 2"):

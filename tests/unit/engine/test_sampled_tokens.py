@@ -4,9 +4,6 @@ import random
 from types import SimpleNamespace
 from unittest import mock
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from megatron_rl.data.rendering import TurnRenderer
 from megatron_rl.engine import conversations
 from megatron_rl.engine.conversations import Conversations
@@ -102,15 +99,9 @@ class Engine:
         ))  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_conversation_keeps_sampled_tokens(seed):
-    splits_differ(seed)
-
-
-def test_vocabularies_split_what_was_sampled_in_other_ways():
-    """Without this the property would also hold for code that tokenizes turns again."""
-    assert sum(splits_differ(seed) for seed in range(20)) > 10
+def test_conversation_keeps_sampled_tokens():
+    """If no split differed, this would also hold for code that tokenizes turns again."""
+    assert sum(splits_differ(seed) for seed in range(30)) > 15
 
 
 def splits_differ(seed):

@@ -81,13 +81,9 @@ def test_targets_and_shapes_are_named(model):
 
 @pytest.mark.parametrize(
     "about",
-    [{"use_dora": True}, {"use_rslora": True}, {"bias": "all"}, {"peft_type": "IA3"},
-     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}}, {"lora_bias": True},
-     {"alpha_pattern": {"q_proj": 4}}, {"fan_in_fan_out": True}, {"layers_to_transform": 0},
-     {"layers_to_transform": [0]}, {"trainable_token_indices": [3]},
-     {"layer_replication": [[0, 2]]},
-     {"target_parameters": ["experts.down_proj"]}, {"alora_invocation_tokens": [7, 8]},
-     {"use_qalora": True}, {"arrow_config": {"top_k": 2}}, {"kasa_config": {"beta": 1.0}},
+    [{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"},
+     {"modules_to_save": ["lm_head"]}, {"rank_pattern": {"q_proj": 4}},
+     {"fan_in_fan_out": True}, {"layers_to_transform": 0},
      {"a_setting_of_tomorrow": 1}],
 )  # fmt: skip
 def test_other_kinds_are_refused_by_name(model, about):
@@ -96,7 +92,7 @@ def test_other_kinds_are_refused_by_name(model, about):
         check(folder, model)
 
 
-@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "loftq", "corda", "lora_ga"])
+@pytest.mark.parametrize("start", ["pissa_niter_16", "lora_ga"])
 def test_starts_that_change_the_models_weights_are_refused_by_name(model, start):
     folder = make(model, init_lora_weights=start)
     with pytest.raises(ValueError, match=f"init_lora_weights={start},.*weight_conversion"):

@@ -74,7 +74,6 @@ STEP = 200 * 12  # bytes
     ("sections", "more"),
     [
         # None of the 10 files in rollouts/ is complete: 2 of 4 groups, to trace 2 responses.
-        ({"logging": {"traced_responses": 2, "keep_rollouts": "sampled"}}, -10 * STEP // 2),
         ({"logging": {"traced_responses": 2, "keep_rollouts": 4}}, -6 * STEP // 2),
         ({"lag": {"batches": 2}}, 3 * 2 * STEP),  # 2 queued batches in each of 3 checkpoints
         # 2 of 4 groups are new: 3 batches of new groups are kept besides the current one.
@@ -91,14 +90,10 @@ def test_check_disk_counts_every_growing_folder(tmp_path, free, sections, more):
     assert needs(run, free, **sections) == needs(run, free) + more
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_check_disk_counts_evaluations_by_rows(tmp_path, free, suffix):
+def test_check_disk_counts_evaluations_by_rows(tmp_path, free):
     """3 problems, 5 responses of 100 / 4 tokens of 8 bytes; before training, after 4, 8 and 10."""
-    run, file = RunDirectory(tmp_path / "a"), tmp_path / f"x.{suffix}"
-    if suffix == "jsonl":
-        file.write_text('{"prompt": "?"}\n' * 3)
-    else:
-        pq.write_table(pa.table({"prompt": ["?"] * 3}), file)
+    run, file = RunDirectory(tmp_path / "a"), tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["?"] * 3}), file)
     sections = {"eval": {"sets": {"x": str(file)}, "samples": 5, "every": 4}}
     before = needs(run, free)
     assert needs(run, free, **sections) == before + 4 * 3 * 5 * 25 * 8

@@ -6,9 +6,7 @@ import resource
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.layout import layout_problems
 from megatron_rl.preflight.settings import check_settings
-from tests.unit.resharding.shapes import small_shape
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2,
@@ -132,15 +130,6 @@ def test_check_settings_refuses_adapters_that_vllm_lacks(tmp_path):
         with pytest.raises(ConfigError, match=output):
             check(tmp_path / name, sizes, world_size=1, optimizer=rate, lora=lora | changes)
     assert check(tmp_path / "fits", {}, world_size=1, optimizer=rate, lora=lora | {"rank": 512})
-
-
-def test_layouts_refuse_adapters_of_gpt_oss():
-    values = {"model": {"path": "m"}, "data": {"train": "t"}, "optimizer": {"learning_rate": 1e-4}}
-    shape = small_shape("GptOssForCausalLM")
-    for lora, count in ((None, 0), ({"targets": ["qkv"]}, 1)):
-        problems = layout_problems(parse_config(values | {"lora": lora}), shape, 1)
-        found = [each for each in problems if "adapters of GptOssForCausalLM are not" in each]
-        assert len(found) == count
 
 
 def test_check_settings_replays_routes_of_experts_only(tmp_path):

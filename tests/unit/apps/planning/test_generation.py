@@ -29,12 +29,7 @@ def test_clipped_lengths_have_given_mean_and_limit():
     assert len(lengths) == 2048 and max(lengths) == 15360
     assert fmean(lengths) == pytest.approx(7000, abs=1)
     assert sum(length == 15360 for length in lengths) > 100  # truncated responses
-
-
-def test_clipped_lengths_raises_for_mean_beyond_limit():
-    with pytest.raises(
-        ValueError, match="a mean response of 16000 tokens is impossible with a limit of 15360"
-    ):
+    with pytest.raises(ValueError, match="16000 tokens is impossible with a limit of 15360"):
         clipped_lengths(8, 16000, 15360)
 
 
@@ -65,14 +60,6 @@ def test_equal_responses_take_as_many_steps_as_tokens():
     # With half of them at a time: twice the steps.
     halved = replace(equal, max_num_seqs=16)
     assert engine._decode(lengths, halved) == pytest.approx(200 * engine.step_seconds(16, 16 * 210))
-
-
-def test_small_cache_takes_longer_and_finishes():
-    roomy = Engine(SHAPE, 1, H20, 60 * GIB)
-    weights = 2 * 1_777_088_000
-    tight = Engine(SHAPE, 1, H20, weights + 2 * GIB + 40_000 * 28_672)
-    assert tight.cached_tokens == 40_000
-    assert tight.seconds(WORKLOAD, engines=32) > 1.5 * roomy.seconds(WORKLOAD, engines=32)
 
 
 def test_windows_of_partial_rollouts_have_every_token_once():

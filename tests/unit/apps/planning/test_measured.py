@@ -64,19 +64,13 @@ def planned_update(planner, dry_runs, lengths, recompute):
     return 1e3 * planner.update_seconds(layout(recompute), stages, replicas, pack)
 
 
-@pytest.mark.parametrize("lengths,recompute,layers,measured", UPDATES)
-def test_update_time_is_within_15_percent_of_measurement(
-    planner, dry_runs, lengths, recompute, layers, measured
-):
-    planned = planned_update(planner, dry_runs, lengths, recompute)
-    assert planned == pytest.approx(measured, rel=0.15)
-
-
-def test_update_times_are_unbiased_on_average(planner, dry_runs):
+def test_update_times_are_those_measured(planner, dry_runs):
+    """Each within 15%, and without bias."""
     ratios = [
         planned_update(planner, dry_runs, lengths, kind) / measured
         for lengths, kind, _, measured in UPDATES
     ]
+    assert ratios == pytest.approx([1] * len(UPDATES), rel=0.15)
     assert fmean(ratios) == pytest.approx(1, abs=0.05)
 
 
@@ -123,9 +117,7 @@ def test_generation_of_many_short_sequences_is_bound_by_host():
 EXPERTS = {"expert": 8, "expert_tensor": 1}
 STEPS = [  # model, devices, layout, mean response, seconds
     ("Llama-3.1-8B", 16, Layout(pipeline=2, data=8, recompute="full"), 1019, 92.8),
-    ("Llama-3.1-8B", 16, Layout(pipeline=2, data=8, recompute="full"), 1060, 97.7),
     ("Qwen3-32B", 32, Layout(4, 4, data=2, rollout_tensor=4), 3251, 376),
-    ("Qwen3-32B", 32, Layout(4, 4, data=2, rollout_tensor=4), 3206, 393),
     ("Qwen3-30B-A3B", 32, Layout(data=32, **EXPERTS, rollout_tensor=2), 3203, 192),
     ("Qwen3-30B-A3B", 32, Layout(2, data=16, **EXPERTS, rollout_tensor=4), 3154, 225),
 ]  # fmt: skip

@@ -83,17 +83,12 @@ def test_every_layout_is_option_or_has_reason(result):
                for each in result.rejected)  # fmt: skip
 
 
-def test_options_fit_and_are_sorted_by_step_time(result):
+def test_options_fit_are_sorted_and_above_their_lower_bounds(planner, result):
     times = [option.step_seconds for option in result.options]
     assert times == sorted(times)
     for option in result.options:
         assert max(option.memory.values()) <= 1.0
-        assert option.layout.world_size == 8
         assert all(seconds > 0 for seconds in option.seconds.values())
-
-
-def test_lower_bounds_are_below_what_dry_runs_give(planner, result):
-    for option in result.options:
         layout = replace(option.layout, tokens=16384)
         engine = planner.engine_beside(layout, planner.least_asleep(layout))
         assert planner.least_seconds(layout, engine) <= option.step_seconds
@@ -148,18 +143,17 @@ def test_reference_policy_is_another_scoring_pass(tmp_path, planner, dry_runs, r
     ):
         assert 0.5 < (got - plain) / (own - plain) < 0.8
     assert distilled.memory["behavior"] > scored.memory["behavior"] + 0.2 * copied / H100.memory
+    engine = planner_for(tmp_path, SMALL, {"behavior": "engine"})
+    assert engine.evaluate(layout, dry_runs).seconds["behavior"] == 0
 
 
-MIXTURES = ("Qwen3-30B-A3B", "GLM-4.5-Air", "Moonlight-16B-A3B-Instruct", "gpt-oss-20b-bf16")
+MIXTURES = ("Qwen3-30B-A3B", "Moonlight-16B-A3B-Instruct", "gpt-oss-20b-bf16")
 CASES = {
     "tensor and context": ("Qwen3-8B", Layout(2, 1, 2, 2)),
-    "two stages": ("Qwen3-8B", Layout(1, 2, 2, 2)),
     "four stages": ("Qwen3-8B", Layout(1, 4, 1, 2, recompute="selective")),
-    "recomputed": (SMALL, Layout(data=2, recompute="full", tokens=32768)),
     "experts": (MIXTURES[0], Layout(2, 2, 2, 1, expert=2, expert_tensor=1, recompute="full")),
-    "dense first": (MIXTURES[1], Layout(data=4, expert=4)),
-    "latent": (MIXTURES[2], Layout(1, 2, 1, 2, expert=2)),
-    "sinks and windows": (MIXTURES[3], Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
+    "latent": (MIXTURES[1], Layout(1, 2, 1, 2, expert=2)),
+    "sinks and windows": (MIXTURES[2], Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
 }
 
 
@@ -251,13 +245,6 @@ def test_search_covers_expert_layouts():
     shape = MODELS["Qwen3-30B-A3B"]
     sizes = {layout.expert for layout in layouts(shape, 16, {})}
     assert sizes == {1, 2, 4, 8, 16}
-
-
-def test_fixed_fields_are_kept(planner, dry_runs):
-    found = search(planner, dry_runs, 8, FIXED | {"tensor": 2, "tokens": 32768}, top=1000)
-    assert {option.layout.tensor for option in found.options} == {2}
-    assert {option.layout.recompute for option in found.options} == {"full"}
-    assert {option.layout.tokens for option in found.options} == {32768}
 
 
 def test_planned_config_loads_and_comment_matches_its_row(tmp_path, planner, result):
@@ -402,8 +389,7 @@ def simulated_seconds(rollout, behavior, train, push, *, lag, batches, steps=60)
     return (times[-1] - times[-1 - later]) / later
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
-@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize(("lag", "batches"), [(1, 1), (3, 1), (1, 2), (2, 3)])
 def test_step_of_two_sides_is_that_of_a_simulated_schedule(lag, batches):
     for phases in ((10, 1, 3, 2), (10, 4, 9, 2), (5, 0, 5, 1), (1, 2, 30, 0), (9, 2, 7, 0.5)):
         rollout, behavior, train, push = phases
@@ -484,12 +470,6 @@ def test_paused_requests_keep_the_engines_memory(planner, dry_runs, result):
     assert paused.seconds["rollout"] < option.seconds["rollout"]
 
 
-def test_behavior_of_engine_needs_no_scoring_pass(tmp_path, dry_runs, result):
-    layout = result.options[0].layout
-    engine = planner_for(tmp_path, SMALL, {"behavior": "engine"})
-    assert engine.evaluate(layout, dry_runs).seconds["behavior"] == 0
-
-
 def test_shares_of_ranks_that_generate():
     assert shares(H100, 8) == tuple(range(1, 8)) and shares(H100, 2) == (1,)
     assert shares(H100, 16) == (8,) and shares(H100, 64) == tuple(range(8, 64, 8))
@@ -545,10 +525,10 @@ def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, monk
         "parallel.expert=8", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
         "rollout.tensor=2", "trainer.recompute=full", "trainer.tokens_per_micro_batch=16384",
     ]  # fmt: skip
-    for overrides in (["run.largest_expert_share=1"], ["run.largest_expert_share=1.5"], []):
+    for overrides in (["run.largest_expert_share=1"], []):
         target = ["--write", str(tmp_path / f"{len(found)}.yaml")]
         arguments = ["plan", "Qwen3-30B-A3B", "--devices", "32", *target, *fixed, *overrides]
         found.append(plan_command._plan(cli._parse(arguments)).partition("\nwrote row")[0])
-    assert found[0] != found[1] and found[1] == found[2]
+    assert found[0] != found[1]
     assert "megatron-rl: 2 dry runs, 1 of 1 layouts; fastest so far" in capsys.readouterr().err
-    assert load_config(tmp_path / "2.yaml").model.path == "models/Qwen3-30B-A3B"
+    assert load_config(tmp_path / "1.yaml").model.path == "models/Qwen3-30B-A3B"

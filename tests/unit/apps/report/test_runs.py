@@ -1,7 +1,6 @@
 """Numbers of a report, recomputed from the raw files by independent code."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -161,15 +160,9 @@ def test_scores_include_truncated_and_ungraded_fractions(tmp_path):
     )
     assert vars(found["Avg."]) == pytest.approx(vars(found["eval/heldout/avg@8"]))
     assert (found["Last"].truncated, found["Last"].ungraded) == (None, None)
-
-
-def test_a_run_without_evaluation_before_training_has_no_such_score(tmp_path):
-    folder = make_run(tmp_path / "run", steps=4, traced=0)
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join(rows[1:]) + "\n")
-    (group,) = group_runs(find_runs([tmp_path]))
-    found = best_scores(group, ["eval/heldout/avg@8"])
-    assert found["Before"] is None and found["Last"] is not None
+    for run in group.runs:  # without an evaluation before training
+        del run.rows[0]
+    assert best_scores(group, ["eval/heldout/avg@8"])["Before"] is None
 
 
 def test_runs_with_sampled_rollouts_are_listed(tmp_path):
@@ -228,7 +221,7 @@ def test_default_threshold_is_reached_by_90_percent_of_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("reward", "threshold"),
-    [(0.0145, 0.01), (0.0049, 0.0045), (0.05, 0.05), (0.0, None), (-1.0, None), (3.33, 3.3)],
+    [(0.0145, 0.01), (0.0, None), (3.33, 3.3)],
 )
 def test_default_threshold_of_small_rewards(tmp_path, reward, threshold):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": reward}) + "\n")
@@ -343,13 +336,3 @@ def test_write_report_errors_name_cause_and_cure(tmp_path):
         with pytest.raises(ValueError, match=rf"(?s){name} is damaged: .*(remove|repair) it"):
             write_report([tmp_path / "run"])
         (tmp_path / "run" / name).unlink()
-
-
-def test_write_report_accepts_run_with_one_evaluation(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/a/avg@1": 0.5}\n')
-    assert [path.name for path in write_report([tmp_path])] == [
-        "report.html",
-        "learning.png",
-        "seconds.png",
-    ]
-    assert Path(tmp_path / "report.html").stat().st_size < 150_000
