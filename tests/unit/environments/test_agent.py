@@ -52,8 +52,8 @@ def test_tool_calls_follow_format_of_model():
 @pytest.mark.parametrize(
     ("name", "errors"),
     [
-        ("Rewriter", {"a": "turn 1: RewrittenHistoryError: message 3 of the request is not that of "
-                           "the conversation, whose first 3 messages are fixed"}),
+        ("Rewriter", {"a turn": "turn 1: RewrittenHistoryError: message 3 of the request is not "
+                                "that of the conversation, whose first 3 messages are fixed"}),
         ("Silent", {"a": "turn 1: the agent ended without a request to the model"}),
         ("Ending", {"raise": "turn 1: LookupError: my own mistake",
                     "a": "the agent returned None; return the reward, a finite number"}),
