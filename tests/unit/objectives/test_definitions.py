@@ -255,9 +255,10 @@ def test_every_combination_of_axes(weight):
                 constant=constant,
             )
         )
-        # Advantages that vary within a response separate the two gradients.
-        responses, rows = make_batch(
-            rng, [1, 9, 20], 0.02, extreme=number % 3 == 0, constant_advantage=False
-        )
         spec = (weight, plain, gradient, aggregation)
-        check(objective, spec, responses, rows, constant)
+        for extreme in (False, True):
+            # Advantages that vary within a response separate the two gradients.
+            responses, rows = make_batch(
+                rng, [1, 9, 20], 0.02, extreme=extreme, constant_advantage=False
+            )
+            check(objective, spec, responses, rows, constant)
