@@ -25,7 +25,7 @@ def batch():
     }
 
 
-@pytest.mark.parametrize("name", ["pnpo", "gspo", "m2po", "oapl"])
+@pytest.mark.parametrize("name", ["pnpo", "gspo", "balanced", "oapl"])
 def test_padding_is_packing(name):
     given = batch()
     loss, metrics = policy_loss(name, **given)
@@ -52,7 +52,7 @@ def test_padding_is_packing(name):
     assert metrics == pytest.approx(result.statistics.to_metrics(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["pnpo", "m2po"])
+@pytest.mark.parametrize("name", ["pnpo", "balanced"])
 def test_parts_add_up_with_global_denominators(name):
     given = batch()
     loss, _ = policy_loss(name, **given)

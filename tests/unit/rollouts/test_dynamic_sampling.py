@@ -90,6 +90,16 @@ def test_rounds_are_bounded_and_missing_groups_stay_missing():
     assert costs["dynamic/tokens_dropped"] == 6 * 6  # 0, three of round 1, two of round 2
 
 
+def test_round_requests_expected_number_of_prompts():
+    # Three of four are good, and one is lacking: 1 / (3 / 4), rounded up, are two prompts. Of six
+    # then, three are good: again one is lacking, and again two are requests for.
+    first = [bad(0), good(1), good(2), good(3)]
+    _, names, requests, costs, _ = fill(first, [[bad(10), bad(11)], [good(20), bad(21)]], allowed=3)
+    assert requests == [(1, 2), (2, 2)]
+    assert names == [[20, 1, 2, 3]]
+    assert costs["dynamic/groups_generated"] == 8
+
+
 def run(folder, **options):
     sections = {"dynamic_sampling": {"rounds": 2}}
     return run_loop(folder, trainer={"steps": 4}, sections=sections, **options)
