@@ -19,7 +19,7 @@ def batch():
     return {
         "policy_logprobs": behavior + 2e-3 * noise,
         "behavior_logprobs": behavior,
-        "advantages": torch.randn(6, dtype=torch.float64, generator=generator),
+        "advantages": -torch.randn(6, dtype=torch.float64, generator=generator),  # balanced: < 1
         "response_mask": mask,
         "rollout_logprobs": behavior + 0.1 * noise,
     }
