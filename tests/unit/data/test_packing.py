@@ -148,14 +148,6 @@ def test_packs_respect_budget_and_longest_gets_its_own():
     assert max(sum(lengths[i] for i in pack) for rank in packs for pack in rank) <= 15
 
 
-def test_rank_without_sequences_gets_filler():
-    plan = _plan(_rollouts(groups=1, samples=2), dp_size=3, dp_rank=2, minibatches=1)
-    pack = plan[0].micro_batches[0]
-    assert pack.rollout_indices == (FILLER,)
-    assert pack.position_ids.tolist() == list(range(len(pack.tokens)))
-    assert plan[0].denominators.responses == 2.0
-
-
 def test_long_tailed_lengths_are_hardly_padded():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.exp(torch.randn(512, generator=generator) + 7.5).clamp(64, 16384).int()
@@ -175,21 +167,11 @@ def test_groups_must_divide():
     assert split_groups(twice, minibatches=2) == [range(2), range(2, 4)]
 
 
-def test_values_come_back_to_their_rollouts():
-    rollouts = _rollouts()
-    packs = [pack for minibatch in _plan(rollouts) for pack in minibatch.micro_batches]
-    values = [pack.rollout_logprobs for pack in packs]
-    rows = gather_by_rollout(packs, values, count=8, topology=Topology.single())
-    expected = [np.float32(rollout.response.rollout_logprobs) for rollout in rollouts]
-    assert all(map(np.array_equal, rows, expected))
-    assert sequence_length(rollouts[0]) == 3  # prompt 2, response 2, less one
-
-
 @pytest.mark.parametrize(("cp_size", "gemm_tokens", "multiple"), [(1, 16, 16), (2, 16, 32)])
 def test_last_sequence_is_padded_for_matrix_products(cp_size, gemm_tokens, multiple):
     plain = _plan(_rollouts(), cp_size=cp_size)
     count = sum(int(pack.response_mask.sum()) for each in plain for pack in each.micro_batches)
-    for budget in range(32, 120):
+    for budget in range(32, 120, 7):
         filled = _plan(_rollouts(), cp_size=cp_size, budget=budget, gemm_tokens=gemm_tokens)
         assert [each.denominators for each in filled] == [each.denominators for each in plain]
         packs = [pack for minibatch in filled for pack in minibatch.micro_batches]

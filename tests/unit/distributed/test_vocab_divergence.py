@@ -1,5 +1,7 @@
 """Tiled, vocabulary-parallel divergences against softmax of materialized logits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -97,26 +99,35 @@ def _tiled(rank, world_size, divergence, tokens, elements, same=False, top_k=Non
     return tuple(x.numpy() for x in (value.detach(), hidden.grad, weight.grad))
 
 
-def _run(world_size, *arguments, monkeypatch):
-    for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
-        monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
-    if world_size == 1:
-        results = [_tiled(0, 1, *arguments)]
-    else:
-        results = run_ranks(_tiled, world_size, *arguments)
-    return [[torch.from_numpy(x).double() for x in result] for result in results]
+TOP = (None, 1, 5, VOCAB - 1)  # likeliest tokens, or all
+
+
+def _on_four_ranks(rank, world_size):
+    """In tiles of 5 x 12: the last of 4 ranks has 2 real rows of 16, fewer than 5 likeliest."""
+    return {
+        (divergence, same, top_k): _tiled(rank, world_size, divergence, 5, 60, same, top_k)
+        for divergence, same, top_k in itertools.product(DIVERGENCES, (False, True), TOP)
+    }
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks(_on_four_ranks, 4)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(
-    ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (4, 5, 60)]
-)
-def test_token_divergences_equal_materialized(
-    divergence, world_size, tokens, elements, monkeypatch
-):
-    # Tiles of 5 x 7, a single tile, tiles of 5 x 12; of 4 ranks the last has 2 real rows of 16.
-    results = _run(world_size, divergence, tokens, elements, monkeypatch=monkeypatch)
-    value, grad_hidden, grad_weight = _plain(divergence)
+@pytest.mark.parametrize("top_k", TOP)
+@pytest.mark.parametrize("tiles", [(5, 35), (100, 1 << 20), None])
+def test_token_divergences_equal_materialized(divergence, top_k, tiles, four_ranks, monkeypatch):
+    # Tiles of 5 x 7, a single tile, and four ranks.
+    for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
+        monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
+    if tiles:
+        results = [_tiled(0, 1, divergence, *tiles, False, top_k)]
+    else:
+        results = [result[divergence, False, top_k] for result in four_ranks]
+    results = [[torch.from_numpy(x).double() for x in result] for result in results]
+    value, grad_hidden, grad_weight = _plain(divergence, top_k)
     for result in results:
         torch.testing.assert_close(result[0], value, rtol=1e-5, atol=1e-5)
         assert torch.equal(result[0], results[0][0])
@@ -127,31 +138,9 @@ def test_token_divergences_equal_materialized(
     assert (weights[VOCAB:] == 0).all()
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_same_policy_gives_exactly_zero(divergence, monkeypatch):
-    for result in _run(2, divergence, 10, 30, True, monkeypatch=monkeypatch):
-        assert all(not x.any() for x in result)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize("top_k", [1, 5, VOCAB - 1])
-def test_likeliest_tokens_and_the_rest_equal_float64_loops(divergence, top_k, monkeypatch):
-    # Of four ranks the last has 2 real rows of 16, fewer than 5; tiles of 5 x 7 and 5 x 12.
-    value, grad_hidden, grad_weight = _plain(divergence, top_k)
-    for world_size, elements in ((1, 35), (4, 60)):
-        results = _run(world_size, divergence, 5, elements, False, top_k, monkeypatch=monkeypatch)
-        assert all(torch.equal(result[0], results[0][0]) for result in results)
-        torch.testing.assert_close(results[0][0], value, rtol=1e-5, atol=1e-5)
-        summed = sum(result[1] for result in results)
-        torch.testing.assert_close(summed, grad_hidden, rtol=1e-5, atol=1e-5)
-        weights = torch.cat([result[2] for result in results])
-        torch.testing.assert_close(weights, grad_weight, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_same_policy_gives_exactly_zero_on_likeliest_tokens(divergence, monkeypatch):
-    for result in _run(2, divergence, 10, 30, True, 5, monkeypatch=monkeypatch):
-        assert all(not x.any() for x in result)
+def test_same_policy_gives_exactly_zero(four_ranks):
+    for results in four_ranks:
+        assert not any(x.any() for (_, same, _), result in results.items() if same for x in result)
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)

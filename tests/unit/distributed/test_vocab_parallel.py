@@ -94,19 +94,26 @@ def _tiled(rank, world_size, tokens, elements, mask=None, group=None):
     return tuple(x.numpy() for x in results)
 
 
+def _on_four_ranks(rank, world_size):
+    """In tiles of 5 x 12: the last of 4 ranks has 2 real rows and 14 rows of padding."""
+    return [_tiled(rank, world_size, 5, 60, mask) for mask in (None, _mask())]
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_ranks(_on_four_ranks, 4)
+
+
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    ("world_size", "tokens", "elements"), [(1, 5, 35), (1, 100, 1 << 20), (2, 10, 30), (4, 5, 60)]
-)
-def test_token_logprobs_equal_log_softmax(world_size, tokens, elements, masked, monkeypatch):
-    # Tiles of 5 x 7, a single tile, tiles of 10 x 3, tiles of 5 x 12.
-    # With 4 ranks of 16 rows each, the last rank has 2 real rows and 14 rows of padding.
+@pytest.mark.parametrize("tiles", [(5, 35), (100, 1 << 20), None])
+def test_token_logprobs_equal_log_softmax(tiles, masked, monkeypatch, four_ranks):
+    # Tiles of 5 x 7, a single tile, and four ranks.
     for name in ("TILE_ELEMENTS", "MAX_TILE_TOKENS"):
         monkeypatch.setattr(vocab_parallel, name, getattr(vocab_parallel, name))
-    if world_size == 1:
-        results = [_tiled(0, 1, tokens, elements, _mask() if masked else None)]
+    if tiles:
+        results = [_tiled(0, 1, *tiles, _mask() if masked else None)]
     else:
-        results = run_ranks(_tiled, world_size, tokens, elements, _mask() if masked else None)
+        results = [result[masked] for result in four_ranks]
     results = [[torch.from_numpy(x).double() for x in result] for result in results]
     logprobs, entropies, grad_hidden, grad_weight = _loops() if masked else _plain()
     for result in results:

@@ -54,18 +54,6 @@ class Looker(AgentEnvironment):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
 
-class Blocking(AgentEnvironment):
-    """With the client that blocks, in a thread."""
-
-    def run(self, url):
-        from openai import OpenAI
-
-        answer = OpenAI(base_url=url, api_key="none").chat.completions.create(
-            model="policy", messages=self.row["prompt"]
-        )
-        return float(len(answer.choices[0].message.content))
-
-
 class Rewriter(AgentEnvironment):
     """Summarizes what the model wrote."""
 
@@ -86,35 +74,18 @@ class TwiceRewriter(AgentEnvironment):
         return 1.0
 
 
-class OtherPrompt(AgentEnvironment):
+class Ending(AgentEnvironment):
+    """Ends without a reward, or by an error, as the model's turn orders."""
+
     async def run(self, url):
-        await complete(url, [{"role": "user", "content": "Something else."}])
-
-
-class LongerPrompt(AgentEnvironment):
-    async def run(self, url):
-        await complete(url, [*self.row["prompt"], {"role": "user", "content": "And now."}])
-
-
-class Streaming(AgentEnvironment):
-    async def run(self, url):
-        await complete(url, self.row["prompt"], stream=True)
+        choice = await complete(url, self.row["prompt"])
+        if choice.message.content == "raise":
+            raise LookupError("my own mistake")
 
 
 class Silent(AgentEnvironment):
     async def run(self, url):
         return 1.0
-
-
-class Failing(AgentEnvironment):
-    async def run(self, url):
-        await complete(url, self.row["prompt"])
-        raise LookupError("my own mistake")
-
-
-class NoReward(AgentEnvironment):
-    async def run(self, url):
-        await complete(url, self.row["prompt"])
 
 
 class Waiting(AgentEnvironment):
@@ -127,10 +98,6 @@ class Waiting(AgentEnvironment):
             await asyncio.sleep(600)
         finally:
             Path(self.row["mark"]).touch()
-
-
-class Program(AgentCommand):
-    command = (sys.executable, "-m", "tests.unit.environments.agent_program")
 
 
 class LeavingProgram(AgentCommand):

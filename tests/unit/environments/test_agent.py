@@ -3,8 +3,6 @@
 import asyncio
 import importlib.util
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -51,31 +49,24 @@ def test_tool_calls_follow_format_of_model():
     assert answers[1] == [Answer(reward=0.0, **ENDED)]
 
 
-def test_client_that_blocks_runs_in_thread():
-    assert talk("Blocking", [["four"], ["x"]]) == [
-        [Answer(reward=4.0, **ENDED)], [Answer(reward=1.0, **ENDED)]
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "errors"),
     [
-        ("Rewriter", "turn 1: RewrittenHistoryError: message 3 of the request is not that of the "
-                     "conversation, whose first 3 messages are fixed"),
-        ("OtherPrompt", "turn 1: RewrittenHistoryError: message 1 of the request is not that of"),
-        ("LongerPrompt", "turn 1: RewrittenHistoryError: message 3 of the request is not that of"),
-        ("Streaming", "stream=true and n above 1 are not supported; ask for one whole turn"),
-        ("Silent", "turn 1: the agent ended without a request to the model"),
-        ("Failing", "turn 1: LookupError: my own mistake"),
-        ("NoReward", "the agent returned None; return the reward, a finite number"),
-        ("BrokenProgram", "ended with status 1 and the last line '' no such model; print the rew"),
+        ("Rewriter", {"a turn": "turn 1: RewrittenHistoryError: message 3 of the request is not "
+                                "that of the conversation, whose first 3 messages are fixed"}),
+        ("Silent", {"a": "turn 1: the agent ended without a request to the model"}),
+        ("Ending", {"raise": "turn 1: LookupError: my own mistake",
+                    "a": "the agent returned None; return the reward, a finite number"}),
+        ("BrokenProgram", {"a": "ended with status 1 and the last line '' no such model; print"}),
     ],
 )  # fmt: skip
-def test_agent_error_is_one_line(name, words):
-    ((failure,),) = talk(name, [["a turn"]])
-    assert failure.kind == ("rewritten" if "RewrittenHistory" in failure.text else "failed")
-    assert words in failure.text
-    assert "\n" not in failure.text
+def test_agent_error_is_one_line(name, errors):
+    for (failure,), words in zip(
+        talk(name, [[turn] for turn in errors]), errors.values(), strict=True
+    ):
+        assert failure.kind == ("rewritten" if "RewrittenHistory" in failure.text else "failed")
+        assert words in failure.text
+        assert "\n" not in failure.text
 
 
 def test_changed_history_restarts_as_often_as_it_may():
@@ -141,14 +132,10 @@ def test_agent_ends_with_its_conversation(tmp_path):
         assert Talk(pool, row=row)([["30"]]) == [[Answer(reward=1.0, **ENDED)]]
 
 
-def test_program_of_any_environment_is_agent():
-    answers = talk("Program", [["50", "20", "30"]], secret=30)
-    assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
-
-
-def test_program_that_leaves_another_one_has_its_reward():
+def test_program_is_agent_also_if_it_leaves_another_one():
     """That one keeps the streams open, and ends with the conversation."""
-    assert talk("LeavingProgram", [["30"]], secret=30) == [[Answer(reward=1.0, **ENDED)]]
+    answers = talk("LeavingProgram", [["50", "20", "30"]], secret=30)
+    assert answers == [[user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]]
 
 
 def serve(requests, **settings):
@@ -194,7 +181,11 @@ BAD_MESSAGES = {
     "image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     "calls": [{"role": "assistant", "content": "", "tool_calls": ["x"]}],
     "number": [{"role": "assistant", "tool_calls": 5}],
-    "object": [{"role": "assistant", "tool_calls": {"a": 1}}],
+    "arguments": [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}
+    ],
+    "name": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}],
+    "nested": [{"role": "user", "content": [["x"]]}],
     "role": [{"role": "robot", "content": "x"}],
     "text": "x",
 }
@@ -206,6 +197,8 @@ REFUSED = {
     "bytes": b"\xff\xfe{",
     "list": b"[]",
     "two": json.dumps(ASKED | {"n": 2}).encode(),
+    "none": json.dumps(ASKED | {"n": 0}).encode(),
+    "stream": json.dumps(ASKED | {"stream": True}).encode(),
 }
 
 
@@ -228,38 +221,6 @@ def test_malformed_requests_are_refused_once_and_change_nothing():
     assert errors["calls"].startswith("message 1: ")
 
 
-ODD = {
-    "stream": {"stream": True}, "n is 0": {"n": 0}, "n is 2": {"n": 2}, "n is a text": {"n": "1"},
-    "no messages": {"messages": None}, "number": {"messages": [5]}, "nothing": {"messages": [None]},
-    "role": {"messages": [{"role": None, "content": "x"}]},
-    "content": {"messages": [{"role": "user", "content": 5}]},
-    "arguments": {"messages": [{"role": "assistant", "tool_calls": [
-        {"function": {"name": "f", "arguments": 5}}]}]},
-    "name": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 3}}]}]},
-    "nested": {"messages": [{"role": "user", "content": [["x"]]}]},
-}  # fmt: skip
-
-
-def test_odd_fields_are_one_clear_refusal():
-    async def requests(session, url, client):
-        for name, fields in ODD.items():
-            reply = await client.post(f"{url}/chat/completions", json=ASKED | fields)
-            assert reply.status_code == 400 and reply.json()["error"]["message"], name
-            assert reply.headers["x-should-retry"] == "false"
-        messages = list(QUESTION)
-        for tools in (5, "x", {"a": 1}, [None]):  # read by nobody: the prompt has its own
-            body = {"messages": messages, "tools": tools, "metadata": {"a": [None]}, "seed": None}
-            asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
-            await session.next_request()
-            session.answer('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>')
-            reply = await asked
-            assert reply.status_code == 200, tools
-            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "on"}]
-        return session._requests.qsize()
-
-    assert serve(requests) == 0
-
-
 def test_what_is_no_http_is_refused():
     async def requests(session, url, client):
         port, path = int(url.split(":")[2].split("/")[0]), url.split("/", 3)[3]
@@ -278,13 +239,13 @@ def test_what_is_no_http_is_refused():
     assert serve(requests) == [b"400", b"431"]
 
 
-def test_ten_million_characters_and_lone_surrogates_are_a_message():
+def test_millions_of_characters_and_lone_surrogates_are_a_message():
     async def requests(session, url, client):
         asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=ASKED))
         await session.next_request()
         session.answer("x")
         reply = (await asked).json()["choices"][0]["message"]
-        text = "é\\ud83d" * 2_000_000
+        text = "é\\ud83d" * 500_000
         added = json.dumps({"messages": [*QUESTION, reply, {"role": "user", "content": "@"}]})
         content = added.replace("@", text).encode()
         asked = asyncio.create_task(client.post(f"{url}/chat/completions", content=content))
@@ -293,7 +254,7 @@ def test_ten_million_characters_and_lone_surrogates_are_a_message():
         await asked
         return len(found[0]["content"])
 
-    assert serve(requests) == 4_000_000
+    assert serve(requests) == 1_000_000
 
 
 def test_parts_and_null_are_texts():
@@ -373,6 +334,11 @@ def test_turn_of_policy_is_unchanged():
 
     async def check():
         session = Session(QUESTION, call_format="hermes")
+        other = [{"role": "user", "content": "Something else."}]
+        for first, messages in ((1, other), (3, QUESTION + other)):  # the prompt is the row's
+            assert (await session.complete({"messages": messages}))[0] == 409
+            with pytest.raises(RewrittenHistoryError, match=f"message {first} of the request"):
+                await session.next_request()
         serving = asyncio.create_task(session.complete({"messages": QUESTION}))
         assert await session.next_request() == Answer([])
         session.answer("half \ud83d <think>x</think>  ")
@@ -450,23 +416,3 @@ def test_tokens_of_a_message_only_if_they_are_asked_for():
               "generation_log_probs": [-0.5, -0.25]}  # fmt: skip
     assert asked["message"] == plain["choices"][0]["message"] | fields
     assert [one["token"] for one in asked["logprobs"]["content"]] == ["token_id:7", "token_id:2"]
-
-
-def test_call_in_thinking_that_prompt_opened_is_text():
-    async def message(text):
-        session = Session(QUESTION, call_format="hermes")
-        session.receive(TurnTokens([5], [7], [-0.5], is_complete=True, in_thinking=True))
-        body = {"messages": QUESTION, "tools": [{"type": "function"}]}
-        asked = asyncio.create_task(session.complete(body))
-        await session.next_request()
-        session.answer(text)
-        return (await asked)[1]["choices"][0]["message"]
-
-    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
-    assert asyncio.run(message(call)) == {"role": "assistant", "content": call}
-    assert len(asyncio.run(message(f"so</think>{call}"))["tool_calls"]) == 1
-
-
-def test_no_torch_is_imported():
-    code = f"import sys, {HERE}; import megatron_rl.environments; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -72,24 +72,21 @@ def expected(place, turns):
 
 
 def test_answers_are_of_their_conversation():
-    scripts = [["a", "b b", "c"], ["x"], ["", "é\n\u2028\x00"]] * 20
+    scripts = [["a", "b b", "c"], ["x"], ["", "é\n\u2028\x00"]] * 4
     with open_pool("Obedient") as pool:
         pool.start()
         assert pool.tools == []
         assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
-        assert pool.answered == 120
+        assert pool.answered == 24
 
 
 def test_calls_wait_together(tmp_path):
-    scripts = [[f"wait-for {tmp_path / 'mark'}"]] * 50 + [["a", f"touch {tmp_path / 'mark'}"]]
+    scripts = [[f"wait-for {tmp_path / 'mark'}"]] * 12 + [["a", f"touch {tmp_path / 'mark'}"]]
     with open_pool("Obedient") as pool:
         assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
 
 
 BAD = {  # turn: (kind, words of its one line)
-    "wait 60": ("timed_out", "did not answer turn 2: the call took longer than 1 s"),
-    "sleep 60": ("timed_out", "did not answer turn 2: the call took longer than 1 s"),
-    "spin": ("timed_out", "did not answer turn 2: the call took longer than 1 s"),
     "die": ("failed", "failed in turn 2: its process died twice, exit status -11"),
     "exit": ("failed", "failed in turn 2: SystemExit: 3 ("),
     "raise": ("failed", "failed in turn 2: LookupError: broken on purpose ("),
@@ -145,20 +142,14 @@ def test_lone_surrogates_are_replaced(short):
 
 
 def test_environment_sees_closed_stdin_and_no_secrets(short, monkeypatch):
-    answers = short([["read"], ["modules"], ["environment"]])
+    answers = short([["read"], ["modules"]])
     assert answers[0] == [Answer("nothing to read")]
     assert answers[1] == [Answer("")]
-    monkeypatch.setenv("SOME_API_KEY", "secret")
-    with open_pool("Obedient") as pool:
-        assert "SOME_API_KEY" not in Talk(pool)([["environment"]])[0][0].observation
+    for name in ("SOME_API_KEY", "OTHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
     with open_pool("Obedient", variables=["SOME_API_KEY"]) as pool:
-        assert "SOME_API_KEY" in Talk(pool)([["environment"]])[0][0].observation
-
-
-def test_process_that_dies_once_is_replaced(tmp_path):
-    turns = ["a", f"die-once {tmp_path / 'mark'}", "c"]
-    with open_pool("Obedient") as pool:
-        assert Talk(pool)([turns, ["a", "b"]]) == [expected(0, turns), expected(1, ["a", "b"])]
+        found = Talk(pool)([["environment"]])[0][0].observation
+    assert "SOME_API_KEY" in found and "OTHER_API_KEY" not in found
 
 
 def test_turn_over_limit_may_have_answer():
@@ -279,23 +270,22 @@ def test_process_killed_between_two_calls_is_replaced(short):
     pool.end(0)
 
 
-@pytest.mark.parametrize("name", ["Obedient", "Remembering"])
-def test_replay_from_journal_repeats_no_side_effect(tmp_path, name):
+def test_replay_from_journal_repeats_no_side_effect(tmp_path):
     seen, journal = tmp_path / "seen", tmp_path / "calls" / "journal"
     turns = [f"count {seen}", "b", f"count {seen}"]
     first = [expected(n, turns) for n in range(2)]
-    with open_pool(name) as pool:
+    with open_pool("Obedient") as pool:
         pool.use_journal(journal)
         assert Talk(pool)([turns[:2]] * 2) == [one[:2] for one in first]
     (file,) = journal.iterdir()
     with file.open("ab") as opened:
         opened.write(b'{"turn": "cut')  # as a killed process leaves it
-    with open_pool(name) as pool:
+    with open_pool("Obedient") as pool:
         pool.use_journal(journal)
         assert Talk(pool)([turns] * 2) == first
-        # Without a call from the journal, with one where the state has to be made again: by
-        # `replay`, or by calling `step` for the earlier turns.
-        calls = {"Remembering": 2 + 2, "Obedient": 2 + 2 + 2}[name]
+        # Without a call from the journal, with one where the state has to be made again by
+        # calling `step` for the earlier turns.
+        calls = 2 + 2 + 2
         assert len(seen.read_text().splitlines()) == calls
         pool.use_journal(journal)  # the same: goes on
         assert Talk(pool)([["b"], ["b"]]) == [expected(0, ["b"]), expected(1, ["b"])]

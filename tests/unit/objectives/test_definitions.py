@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.distributed.sequence_layout import SequenceLayout
@@ -28,7 +28,7 @@ from megatron_rl.objectives.spec import (
     Unconstrained,
 )
 from megatron_rl.types import Denominators
-from tests.unit.objectives import naive, vectorised
+from tests.unit.objectives import naive
 
 PATH_SUMS = {"gspo", "exact_prefix_score"}  # one token's side is in every gradient
 
@@ -109,13 +109,14 @@ def run_tensors(objective, tensors, mask, rows):
     return result.loss.sum().item(), policy.grad.double(), result.statistics.to_metrics()
 
 
-def check(objective, spec, responses, rows, constant=1.0, by=naive):
+def check(objective, spec, responses, rows, constant=1.0):
     """The package and the loops agree, or both find the numbers beyond float64."""
-    if by is naive:
-        wanted_loss, wanted_gradients, acceptance = naive.evaluate(spec, responses, constant)
-    else:
-        wanted_loss, wanted_gradients = by.evaluate(spec, responses)
-        acceptance = None
+    compare(objective, naive.evaluate(spec, responses, constant), responses, rows)
+
+
+def compare(objective, wanted, responses, rows):
+    """The package finds the loss, gradients and acceptance that are wanted."""
+    wanted_loss, wanted_gradients, acceptance = wanted
     if not math.isfinite(wanted_loss):
         with pytest.raises(ValueError, match="weight overflows"):
             run(objective, responses, rows)
@@ -124,8 +125,7 @@ def check(objective, spec, responses, rows, constant=1.0, by=naive):
     assert loss == pytest.approx(wanted_loss, rel=1e-9, abs=1e-12)
     for got, wanted in zip(gradients, wanted_gradients, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-14)
-    if acceptance is not None:
-        assert metrics["gate/acceptance"] == pytest.approx(acceptance, abs=1e-12)
+    assert metrics["gate/acceptance"] == pytest.approx(acceptance, abs=1e-12)
     assert metrics["loss/policy"] == pytest.approx(wanted_loss, rel=1e-9, abs=1e-12)
 
 
@@ -143,7 +143,9 @@ def test_every_named_objective_has_second_definition():
 
 
 @pytest.mark.parametrize("name", naive.NAMED)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
+@example(seed=1, lengths=[1, 500, 2], scale=3e-4, extreme=False)
+@example(seed=2, lengths=[1, 500, 2], scale=0.3, extreme=False)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
@@ -162,35 +164,7 @@ LENGTHS = st.lists(st.floats(0, 3.6).map(lambda x: int(10**x)), min_size=1, max_
 
 
 @pytest.mark.parametrize("name", naive.NAMED)
-@settings(max_examples=3, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    lengths=LENGTHS,
-    scale=st.sampled_from([0.0, 3e-4, 3e-3, 0.3]),
-    extreme=st.booleans(),
-)
-def test_long_responses_equal_second_implementation(name, seed, lengths, scale, extreme):
-    rng = np.random.default_rng(seed)
-    responses, rows = make_batch(rng, lengths, scale, extreme=extreme)
-    responses = with_icepop_factors(name, responses)
-    check(build_objective(name), naive.NAMED[name], responses, rows, by=vectorised)
-
-
-@pytest.mark.parametrize("name", naive.NAMED)
-def test_second_implementation_equals_double_loops(name):
-    rng = np.random.default_rng(1)
-    for scale in (3e-4, 0.3):
-        responses, _ = make_batch(rng, [1, 150, 37, 2, 64], scale)
-        responses = with_icepop_factors(name, responses)
-        loss, gradients, _ = naive.evaluate(naive.NAMED[name], responses)
-        again, gradients_again = vectorised.evaluate(naive.NAMED[name], responses)
-        assert again == pytest.approx(loss, rel=1e-9, abs=1e-13)
-        for got, wanted in zip(gradients_again, gradients, strict=True):
-            np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", naive.NAMED)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS, scale=st.sampled_from([3e-4, 3e-3, 0.3]))
 def test_float32_is_float64_to_its_rounding(name, seed, lengths, scale):
     rng = np.random.default_rng(seed)
@@ -258,8 +232,9 @@ AGGREGATIONS = ("response_mean", "token_mean", "response_sum", "token_sum")
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_every_combination_of_axes(weight):
     rng = np.random.default_rng(3)
-    combinations = itertools.product(CONSTRAINTS, ("detached", "through_weight"), AGGREGATIONS)
-    for number, (plain, gradient, aggregation) in enumerate(combinations):
+    combinations = itertools.product(CONSTRAINTS, ("detached", "through_weight"))
+    for number, (plain, gradient) in enumerate(combinations):
+        aggregation = AGGREGATIONS[3 * number // 2 % 4]  # each with each of the two gradients
         constraint = CONSTRAINTS[plain]
         scaled = getattr(constraint, "scale", "constant") != "constant"
         if weight.startswith("sequence_") and scaled:
@@ -280,9 +255,10 @@ def test_every_combination_of_axes(weight):
                 constant=constant,
             )
         )
-        # Advantages that vary within a response separate the two gradients.
-        responses, rows = make_batch(
-            rng, [1, 9, 20], 0.02, extreme=number % 3 == 0, constant_advantage=False
-        )
         spec = (weight, plain, gradient, aggregation)
-        check(objective, spec, responses, rows, constant)
+        for extreme in (False, True):
+            # Advantages that vary within a response separate the two gradients.
+            responses, rows = make_batch(
+                rng, [1, 9, 20], 0.02, extreme=extreme, constant_advantage=False
+            )
+            check(objective, spec, responses, rows, constant)

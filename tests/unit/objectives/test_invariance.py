@@ -1,8 +1,8 @@
 """Loss, gradients and metrics do not depend on how a minibatch is cut, packed or sharded.
 
-Every objective, on data parallelism times context parallelism of 4 x 1, 2 x 2 and 1 x 4,
-with micro-batches of one, four and five responses in shuffled order, against one process that
-sees one pack.
+Every objective on data parallelism times context parallelism of 2 x 2, and one of each kind of
+scan on 1 x 4, with micro-batches of one, four and five responses in shuffled order, against one
+process that sees one pack.
 """
 
 import numpy as np
@@ -16,7 +16,6 @@ from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.types import Denominators
 from tests.unit.distributed.four_ranks import all_results
 
-CP_SIZES = (1, 2, 4)
 PADDED = (16, 160, 16, 48, 32, 16, 64, 16, 32, 16)
 OPTIONS = {
     "k3, entropy, sequence mean": {
@@ -42,14 +41,16 @@ OWN_LOSSES = {
         ("clip", "token_mean"), ("sequence_ratio", "response_mean"), ("prefix_mean", "response_sum")
     )
 }  # fmt: skip
-# Every objective with one set of optional terms, in turn; four of them with each. The scans of
-# these four: a prefix, a sequence with a backward scan, a token, a prefix and its minimum.
+# Every objective with one set of optional terms, in turn. The scans of the four with another one:
+# a prefix, a sequence with a backward scan, a prefix and its minimum, a prefix and its length.
+WITH_SCANS = {(name, "k2, entropy, sequence") for name in ("pnpo", "gspo", "minpro", "cppo")}
 CASES = sorted(
     {(name, list(OPTIONS)[i % 3]) for i, name in enumerate(OBJECTIVE_NAMES) if name != "oapl"}
-    | {(name, options) for name in ("pnpo", "gspo", "grpo", "minpro") for options in OPTIONS}
-    | {("oapl", "plain")}
+    | WITH_SCANS
+    | {("pnpo", "plain"), ("oapl", "plain")}
     | {("function", name) for name in OWN_LOSSES}
 )
+CASES_OF = {2: CASES, 4: sorted(WITH_SCANS | {("oapl", "plain")})}  # by context parallelism
 
 
 def minibatch():
@@ -173,12 +174,12 @@ def count_collectives(case, rank, group):
 def on_rank(rank, world_size):
     """Every objective on every split; rank 0's totals stand for all, the others' must agree."""
     results = {}
-    for cp_size in CP_SIZES:
+    for cp_size, cases in CASES_OF.items():
         groups = [
             dist.new_group(list(range(start, start + cp_size)))
             for start in range(0, world_size, cp_size)
         ]
-        for case in CASES:
+        for case in cases:
             # Loss and gradients in one tensor: one all-reduce instead of two.
             totals = torch.zeros(1 + 2 * len(PADDED) * max(PADDED), dtype=torch.float64)
             statistics = Statistics.empty()
@@ -216,7 +217,7 @@ def test_splits_do_not_matter(case):
     assert wanted_gradient[0].abs().sum() > 0
     assert bool(wanted_gradient[1].any()) == ("entropy" in case[1])
     results = [rank["objectives"] for rank in all_results()]
-    for cp_size in CP_SIZES:
+    for cp_size in (size for size, cases in CASES_OF.items() if case in cases):
         loss, gradient, metrics = results[0][cp_size, case]
         assert loss == pytest.approx(wanted_loss.item(), rel=1e-11)
         np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-10, atol=1e-15)

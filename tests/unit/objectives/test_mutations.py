@@ -4,6 +4,8 @@ The checks are those of test_definitions (double loops) plus the inclusive bound
 those of test_invariance (context parallelism against one process).
 """
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -284,64 +286,69 @@ def assert_inclusive_bounds():
     assert result.statistics.to_metrics()["gate/acceptance"] == 0.5
 
 
-def assert_correct():
-    """Checks that a correct package passes, and that fail under every mutation."""
+@functools.cache
+def cases():
+    """Name, responses, rows and what the loops find, which no mutation changes, of each check."""
+    batches = []
     for name in CHECKED:
         rng = np.random.default_rng(5)
         for scale in (1e-3, 0.1):
-            responses, rows = test_definitions.make_batch(rng, [1, 7, 60, 19], scale)
-            test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
+            batches.append((name, *test_definitions.make_batch(rng, [1, 7, 60, 19], scale)))
     # What bounds more than a token shows on many of them, where about half are rejected.
     for name, scale in (("cppo", 0.2), ("m2po", 0.4)):
-        responses, rows = test_definitions.make_batch(rng, [300, 200, 1, 250], scale)
-        test_definitions.check(build_objective(name), naive.NAMED[name], responses, rows)
-    assert_the_mask_is_of_the_mean()
-    assert_wrong_answers_are_damped()
-    assert_late_tokens_have_more_room()
+        batches.append((name, *test_definitions.make_batch(rng, [300, 200, 1, 250], scale)))
+    batches += [small_means(), damped_wrong_answers(), late_tokens()]
+    return [(*batch, naive.evaluate(naive.NAMED[batch[0]], batch[1])) for batch in batches]
+
+
+def assert_correct():
+    """Checks that a correct package passes, and that fail under every mutation."""
+    for name, responses, rows, wanted in cases():
+        test_definitions.compare(build_objective(name), wanted, responses, rows)
     assert_inclusive_bounds()
 
 
-def assert_the_mask_is_of_the_mean():
+def small_means():
     """Mean log-ratios of -1e-5 and -1e-3 with sums of -1e-3 and -0.1; delta is 1e-4."""
     responses = [
         {"log_ratios": [mean] * 100, "logprobs": [-1.0] * 100, "advantages": [-1.0] * 100,
          "gaps": [0.0] * 100}
         for mean in (-1e-5, -1e-3)
     ]  # fmt: skip
-    opsm = build_objective("opsm"), naive.NAMED["opsm"]
-    test_definitions.check(*opsm, responses, [(100, np.arange(100))] * 2)
+    return "opsm", responses, [(100, np.arange(100))] * 2
 
 
-def assert_wrong_answers_are_damped():
+def damped_wrong_answers():
     """Few sure tokens of a right answer, many unsure ones of a wrong one: a factor of 0.04."""
     responses = [
         {"log_ratios": [1e-5] * length, "logprobs": [logprob] * length,
          "advantages": [advantage] * length, "gaps": [0.0] * length}
         for length, logprob, advantage in ((3, -0.1, 1.0), (40, -1.0, -1.0))
     ]  # fmt: skip
-    balanced = build_objective("balanced"), naive.NAMED["balanced"]
-    test_definitions.check(*balanced, responses, [(n, np.arange(n)) for n in (3, 40)])
+    return "balanced", responses, [(n, np.arange(n)) for n in (3, 40)]
 
 
-def assert_late_tokens_have_more_room():
+def late_tokens():
     """A probability moves by 0.17 at a response's end: 0.8 of it is within CPPO's 0.15."""
     moved = {
         "log_ratios": [0.0, 0.0, np.log(0.5 / 0.33)], "logprobs": [-1.0, -1.0, np.log(0.5)],
         "advantages": [1.0] * 3, "gaps": [0.0] * 3,
     }  # fmt: skip
-    cppo = build_objective("cppo"), naive.NAMED["cppo"]
-    test_definitions.check(*cppo, [moved], [(3, np.arange(3))])
+    return "cppo", [moved], [(3, np.arange(3))]
 
 
-def test_unchanged_package_passes():
+@pytest.fixture(scope="module")
+def unchanged():
+    """The package passes before all mistakes, and after all of them."""
+    assert_correct()
+    yield
     assert_correct()
 
 
 @pytest.mark.parametrize("mistake", MUTATIONS)
-def test_mistakes_are_caught(mistake):
+def test_mistakes_are_caught(unchanged, mistake):
     with mutated(*MUTATIONS[mistake]), pytest.raises((AssertionError, ValueError)):
         assert_correct()
-    assert_correct()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The paper's three objectives on numbers that can be followed by hand."""
+"""PNPO and the balance of signs on numbers that can be followed by hand."""
 
 import math
 
@@ -47,30 +47,6 @@ def test_pnpo_weights_gate_and_denominator():
     assert metrics["gate/acceptance"] == 0.75
     # sg[M w A] log pi with log pi = -1 + l.
     assert loss[3].item() == pytest.approx(-(2 / 4) * (-1 + 3e-3), rel=1e-12)
-
-
-def test_gspo_clips_sequence_ratio_by_sign_of_advantage():
-    # Two responses of 2; s = exp(3e-4) stays below 1 + 4e-4, s = exp(-4e-4) is below 1 - 3e-4.
-    log_ratios = [2e-4, 4e-4, -4e-4, -4e-4]
-    _, grad, metrics = evaluate("gspo", log_ratios, [1.0, 1.0], [1] * 4, (2, 2))
-    # A > 0 is clipped above only: both pass, each token with s * A / (2 responses * L = 2).
-    s = [math.exp(3e-4)] * 2 + [math.exp(-4e-4)] * 2
-    assert grad.tolist() == pytest.approx([-w / 4 for w in s], rel=1e-12)
-    assert metrics["gate/acceptance"] == 1
-    _, grad, _ = evaluate("gspo", log_ratios, [1.0, -1.0], [1] * 4, (2, 2))
-    assert grad.tolist() == pytest.approx([-s[0] / 4, -s[1] / 4, 0, 0], rel=1e-12)
-
-
-def test_grpo_token_mean_and_dual_clip():
-    # Ratios 1, 1.28+, 0.8-, 11 with A = -1: clipped below only, and above by the dual clip at 10.
-    log_ratios = [0.0, math.log(1.3), math.log(0.7), math.log(11.0)]
-    loss, grad, _ = evaluate("grpo", log_ratios, [-1.0], [1] * 4, (4,))
-    assert loss.tolist() == pytest.approx([1 / 4, 1.3 / 4, 0.8 / 4, 10 / 4], rel=1e-12)
-    assert grad.tolist() == pytest.approx([1 / 4, 1.3 / 4, 0, 0], rel=1e-12)
-    # With A = 1: clipped above only.
-    loss, grad, _ = evaluate("grpo", log_ratios, [1.0], [1] * 4, (4,))
-    assert loss.tolist() == pytest.approx([-1 / 4, -1.28 / 4, -0.7 / 4, -1.28 / 4], rel=1e-12)
-    assert grad.tolist() == pytest.approx([-1 / 4, 0, -0.7 / 4, 0], rel=1e-12)
 
 
 def test_balanced_scales_wrong_answers_to_noise_of_right_ones():

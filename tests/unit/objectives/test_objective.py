@@ -1,4 +1,4 @@
-"""Optional terms, OAPL, the one-sided gate and a user's own loss, on numbers worked out by hand."""
+"""Optional terms, OAPL and a user's own loss, on numbers worked out by hand."""
 
 import math
 import re
@@ -29,33 +29,6 @@ def evaluate(objective, given):
     loss, metrics = policy_loss(build_objective(name, **overrides), **given)
     (gradient,) = torch.autograd.grad(loss, given["policy_logprobs"])
     return loss.item(), gradient[0].tolist(), metrics
-
-
-@pytest.mark.parametrize(
-    ("advantage", "kept"),
-    # Weights far above and far below the bounds. Two-sided: neither stays. By advantage: above
-    # is rejected for A > 0 only, below for A < 0 only.
-    [(1.0, [False, True]), (-1.0, [True, False])],
-)
-def test_one_sided_gate_rejects_like_clip(advantage, kept):
-    given = {
-        **one_row([0.1]),
-        "policy_logprobs": torch.tensor([[-0.9], [-1.1]], dtype=torch.float64).requires_grad_(),
-        "behavior_logprobs": torch.full((2, 1), -1.0, dtype=torch.float64),
-        "advantages": torch.tensor([advantage, advantage], dtype=torch.float64),
-        "response_mask": torch.ones(2, 1).bool(),
-    }
-    _, _, metrics = evaluate("pnpo", given)
-    assert metrics["gate/acceptance"] == 0
-    loss, metrics = policy_loss_one_sided(given)
-    assert metrics["gate/acceptance"] == sum(kept) / 2
-    (gradient,) = torch.autograd.grad(loss, given["policy_logprobs"])
-    wanted = [-advantage * math.exp(x) / 2 * k for x, k in zip((0.1, -0.1), kept, strict=True)]
-    assert gradient[:, 0].tolist() == pytest.approx(wanted, rel=1e-12)
-
-
-def policy_loss_one_sided(given):
-    return policy_loss(build_objective("pnpo", constraint={"sided": "advantage"}), **given)
 
 
 def test_kl_k3_by_hand():
@@ -111,34 +84,21 @@ def test_oapl_is_squared_error_of_response():
     assert gradient == pytest.approx([1.2, 1.2], rel=1e-12)
 
 
-def test_dr_grpo_divides_by_constant_length():
-    # arXiv 2503.20783: 1/N sum_i 1/1000 sum_t; two rows of 1 and 2 tokens, all ratios 1.
-    behavior = torch.full((2, 2), -1.0)
-    objective = build_objective("ppo", aggregation="response_sum", constant=1000.0)
-    loss, _ = policy_loss(
-        objective,
-        policy_logprobs=behavior,
-        behavior_logprobs=behavior,
-        advantages=torch.tensor([1.0, 2.0]),
-        response_mask=torch.tensor([[1, 0], [1, 1]]).bool(),
-    )
-    assert loss.item() == pytest.approx(-(1 + 2 + 2) / 1000 / 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gradient", ["detached", "through_weight"])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_token_dropped_by_icepop_may_have_any_ratio(dtype, gradient, advantage):
+@pytest.mark.parametrize(
+    ("gradient", "advantage"),
+    [("detached", 1.0), ("through_weight", 1.0), ("through_weight", -1.0)],
+)
+def test_token_dropped_by_icepop_may_have_any_ratio(gradient, advantage):
     # rho_2 = e^1000 is infinite, and with A < 0 no bound of icepop's is above it; but the engine
     # disagrees by e^3 > 5 there, so that the token's term is 0. A term of inf * 0 would be nan.
-    behavior = torch.tensor([[-1.0, -1001.0, -1.0]], dtype=dtype)
-    policy = torch.tensor([[-1.1, -1.0, -0.9]], dtype=dtype, requires_grad=True)
+    behavior = torch.tensor([[-1.0, -1001.0, -1.0]])
+    policy = torch.tensor([[-1.1, -1.0, -0.9]], requires_grad=True)
     given = {
         "policy_logprobs": policy,
         "behavior_logprobs": behavior,
-        "advantages": torch.tensor([advantage], dtype=dtype),
+        "advantages": torch.tensor([advantage]),
         "response_mask": torch.ones(1, 3).bool(),
-        "rollout_logprobs": behavior - torch.tensor([[0.0, 3.0, 0.0]], dtype=dtype),
+        "rollout_logprobs": behavior - torch.tensor([[0.0, 3.0, 0.0]]),
     }
     objective = build_objective("icepop", gradient=gradient)
     loss, _ = policy_loss(objective, **given)
@@ -243,7 +203,6 @@ def evaluate_function(objective):
 @pytest.mark.parametrize(
     ("function", "named", "options"),
     [
-        ("clip", "ppo", {"aggregation": "token_mean"}),
         ("clip", "ppo", {"aggregation": "response_sum", "constant": 7.0}),
         ("sequence_ratio", "gspo", {"aggregation": "response_mean", "constraint": "none"}),
         ("prefix_mean", "pnpo", {"aggregation": "response_mean", "constraint": "none"}),
@@ -343,14 +302,6 @@ def test_teacher_as_advantage_by_hand():
     assert loss == pytest.approx(
         sum(w * p for w, p in zip(wanted, policy[0].tolist(), strict=True)), rel=1e-12
     )
-
-
-def test_teacher_equal_to_student_gives_no_gradient_as_advantage():
-    given = one_row([0.1, -0.2])
-    given["reference_logprobs"] = given["policy_logprobs"].detach().clone()
-    kl = {"coefficient": 1.0, "estimator": "advantage"}
-    _, gradient, _ = evaluate(("pnpo", {"advantage_coefficient": 0.0, "kl": kl}), given)
-    assert gradient == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

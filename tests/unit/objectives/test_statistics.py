@@ -9,7 +9,6 @@ import torch
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import (
     OBJECTIVE_NAMES,
-    Statistics,
     TokenInputs,
     build_objective,
     statistics,
@@ -51,10 +50,9 @@ def evaluate(
 
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ratio_of_first_step_is_exactly_one(name, dtype):
+def test_ratio_of_first_step_is_exactly_one(name):
     # Behavior log-probs recomputed on the same packs: bit for bit the policy's.
-    logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logprobs = -torch.rand(500, generator=torch.Generator().manual_seed(0))
     result = build_objective(name).resolve(
         MinibatchTokens.whole(0 * logprobs, torch.ones(500), logprobs)
     )(
@@ -72,21 +70,6 @@ def test_ratio_of_first_step_is_exactly_one(name, dtype):
     assert metrics["ratio/prefix_mean_log_std"] == 0.0
     assert metrics["gate/acceptance"] == 1.0
     assert metrics["weight/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-15)
-
-
-def test_positions_fall_into_their_bands():
-    # L = 20: t = 1, 2 in the first decile, 19, 20 in the last; octaves 1, 2-3, 4-7, 8-15, 16-20.
-    log_ratio = torch.zeros(20).double()
-    log_ratio[0] = 1.0  # w_t = exp(1/t): all above the bounds of PNPO
-    metrics = evaluate("grpo", log_ratio)
-    assert metrics["by_fraction/0.1/acceptance"] == 0.5  # rho_1 = e is clipped for A > 0
-    assert metrics["by_fraction/0.2/acceptance"] == 1.0
-    assert metrics["by_position/2^00/acceptance"] == 0.0
-    assert metrics["by_position/2^01/acceptance"] == 1.0
-    assert "by_position/2^04/acceptance" in metrics
-    assert "by_position/2^05/acceptance" not in metrics
-    fractions = [key for key in metrics if key.startswith("by_fraction") and "acceptance" in key]
-    assert len(fractions) == 10
 
 
 def test_decile_includes_its_upper_end():
@@ -241,22 +224,6 @@ def test_histogram_bins_are_symmetric_and_bounded():
     assert bins[0] == bins[1] == bins[2] == 0
     assert bins[3] == -bins[4] > 0
     assert bins[5] == -bins[6] == MIDDLE
-
-
-def test_merging_with_nothing_changes_nothing():
-    log_ratio = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    layout = SequenceLayout([50], torch.ones(50).bool())
-    behavior = torch.full((50,), -3.0, dtype=torch.float64)
-    statistics = build_objective("pnpo")(
-        TokenInputs(
-            policy_logprobs=behavior + 0.01 * log_ratio,
-            behavior_logprobs=behavior,
-            advantages=torch.ones(50),
-        ),
-        layout=layout,
-        denominators=Denominators(1.0, 50.0),
-    ).statistics
-    assert Statistics.empty().merge(statistics).to_metrics() == statistics.to_metrics()
 
 
 def test_micro_batch_without_decisions_adds_nothing():

@@ -72,8 +72,9 @@ def _transfer(monkeypatch, stream, *, rank, full, live, time_limit=60.0, engines
     return Overwriting(**common, live=memory)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["messages", "full"])
-@pytest.mark.parametrize("live", [False, True], ids=["loaders", "direct"])
+@pytest.mark.parametrize(
+    ("full", "live"), [(False, True), (True, False)], ids=["messages, direct", "full, loaders"]
+)
 def test_transfer_on_cuda_blocks_host_only_at_end(full, live, monkeypatch):
     stream = _Stream()
     push = _transfer(monkeypatch, stream, rank=1, full=full, live=live)

@@ -59,7 +59,7 @@ def _megatron_qkv(tensors, layer: int, rank: int, size: int, shape, what: str) -
     return torch.cat(parts, dim=1).flatten(0, 1).chunk(size)[rank]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [2, 8])
 def test_megatron_pieces_match_megatron_sharding(tp_size):
     shape = small_shape()  # 8 query heads, 4 key heads: with tp 8 a shard is half of a group
     tensors = numbered_tensors(shape)
@@ -91,7 +91,7 @@ def test_megatron_pieces_match_megatron_sharding(tp_size):
             assert torch.equal(local.get(name, torch.zeros(0, 20, dtype=torch.int64)), expected)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [2, 8])
 def test_vllm_pieces_match_vllm_sharding(tp_size):
     shape = small_shape()  # 8 query heads, 4 key heads: with tp 8 two ranks share a key head
     tensors = numbered_tensors(shape)
@@ -117,7 +117,7 @@ def _by_key_head(*parts, key_heads=8):
     return torch.cat([part.unflatten(0, (key_heads, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [2, 8])
 def test_megatron_has_the_rows_of_a_head_together(tp_size):
     # 8 key heads of 3, 16 value heads of 5; attention: 8 heads of 4 in 4 groups.
     shape = small_shape("Qwen3_5ForCausalLM")
@@ -143,7 +143,7 @@ def test_megatron_has_the_rows_of_a_head_together(tp_size):
             assert torch.equal(local[f"decoder.layers.{name}"], whole.chunk(tp_size)[rank]), name
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_size", [2, 8])
 def test_vllm_has_shards_of_the_parts_of_a_net(tp_size):
     shape = small_shape("Qwen3_5ForCausalLM")
     tensors = numbered_tensors(shape)
@@ -172,7 +172,7 @@ def test_vllm_has_shards_of_the_parts_of_a_net(tp_size):
 WHOLE = ("norm", ".gate.", "expert_gate.", "_a_proj", "o_proj.bias", "router.")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     tied=st.booleans(),
@@ -217,7 +217,7 @@ def test_megatron_pieces_cover_every_element_once_per_replica(
 def test_vllm_pieces_cover_whole_model_per_engine(architecture):
     shape = small_shape(architecture)
     tensors = numbered_tensors(shape)
-    for tp_size in (1, 2, 4):
+    for tp_size in (1, 4):
         layout = EngineLayout(tensor=tp_size, world_size=4)
         held = {name: torch.zeros_like(value) for name, value in tensors.items()}
         for rank in range(tp_size):
@@ -245,7 +245,7 @@ def test_pieces_reject_impossible_layouts():
         EngineLayout(tensor=3, world_size=4).pieces(shape, rank=0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(chunks=st.integers(1, 24), num_layers=st.integers(1, 100))
 def test_automatic_chunks_are_even_or_smaller_at_both_ends(chunks, num_layers):
     if num_layers < chunks:

@@ -36,7 +36,7 @@ LAYOUTS = [  # shape, actor, engine, bound
 ]
 
 
-@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
+@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS[::2])
 def test_rounds_take_little_more_than_busiest_port(shape, actor, engine, bound):
     found = simulate(shape, actor, engine, wire_elements=8000, ranks_per_node=8)
     assert len(found.out) >= 8
@@ -44,16 +44,14 @@ def test_rounds_take_little_more_than_busiest_port(shape, actor, engine, bound):
     assert found.senders > 0.8 * actor.world_size
 
 
-@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS)
+@pytest.mark.parametrize(("shape", "actor", "engine", "bound"), LAYOUTS[::2])
 def test_rounds_for_loaders_take_little_more_than_the_busiest_port(shape, actor, engine, bound):
-    """Whole tensors, with buckets of 512 MiB as on CUDA and of 64 MiB: `Resharder._plan`."""
-    for bucket in (64000, 8000):
-        found = simulate(
-            shape, actor, engine, wire_elements=bucket // 4, tensor_elements=bucket // 2,
-            ranks_per_node=8,
-        )  # fmt: skip
-        assert len(found.out) >= 5
-        assert found.over_ideal <= bound, (bucket, found.over_ideal, found.senders)
+    """Whole tensors, with buckets of 512 MiB as on CUDA: `Resharder._plan`."""
+    found = simulate(
+        shape, actor, engine, wire_elements=16000, tensor_elements=32000, ranks_per_node=8
+    )
+    assert len(found.out) >= 5
+    assert found.over_ideal <= bound, (found.over_ideal, found.senders)
 
 
 def test_small_round_for_loaders_has_a_block_of_every_expert_rank():
@@ -82,7 +80,6 @@ def test_many_expert_ranks_send_few_messages_and_all_at_once(monkeypatch):
     assert push_schedule.shares_of_nodes(shape, *layouts, 8) == 4
     found, in_shares = push_simulation.simulate(shape, *layouts, **bucket), messages()
     monkeypatch.setattr(push_schedule, "SOURCES_AT_ONCE", 10**9)
-    print(in_shares, messages(), found.over_ideal, found.senders, len(found.out))
     assert in_shares < messages() / 2
     assert found.over_ideal <= 2.0 and found.senders > 0.8 * 256
 
@@ -98,6 +95,7 @@ def test_planner_uses_the_largest_simulated_ratio():
     assert 1.5 < max(ratios) < IMBALANCE == pytest.approx(_over_mean(_largest()), abs=0.05)
 
 
+@functools.cache
 def _largest():
     """All of 235B on 512 ranks, to engines of 8 ranks with whole experts: the largest ratio."""
     layout = ActorLayout(8, 8, 1, 8, expert=64, expert_tensor=1)
@@ -115,7 +113,7 @@ def test_expert_ranks_of_one_engine_rank_take_turns_with_others(monkeypatch):
     found = _largest()
     assert found.over_ideal < 2.1 and found.senders > 250
     monkeypatch.setattr(push_schedule.Plan, "_alternate", lambda plan, of: list(enumerate(of)))
-    assert _largest().over_ideal > 7
+    assert _largest.__wrapped__().over_ideal > 7
 
 
 def test_slices_of_a_message_are_written_in_few_runs():

@@ -35,7 +35,7 @@ def _fill(pieces, tensors):
     return filled
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=25)
 @given(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     tied=st.booleans(),
@@ -82,19 +82,22 @@ def test_plan_slices_sends_each_missing_element_once(
     assert sent == bound
 
 
-SHARED = [  # actor, engine, ranks per node, shares
-    (ActorLayout(data=8, expert=4), EngineLayout(2, 8), 2, 2),  # two replicas: 4 nodes, 2 shares
-    (ActorLayout(data=8, expert=4), EngineLayout(2, 8), 1, 4),
-    (ActorLayout(2, 2, 1, 2, expert=2), EngineLayout(2, 8), 1, 2),
-    (ActorLayout(2, 2, 1, 2, expert=4, expert_tensor=1), EngineLayout(4, 8, True), 1, 2),
-    (ActorLayout(1, 1, 2, 4, expert=4), EngineLayout(1, 8), 1, 4),
+SHARED = [  # actor, engine, ranks per node, shares, limit of a round
+    (
+        ActorLayout(data=8, expert=4),
+        EngineLayout(2, 8),
+        2,
+        2,
+        300,
+    ),  # two replicas: 4 nodes, 2 shares
+    (ActorLayout(data=8, expert=4), EngineLayout(2, 8), 1, 4, 5000),
+    (ActorLayout(2, 2, 1, 2, expert=4, expert_tensor=1), EngineLayout(4, 8, True), 1, 2, 300),
     # Two ranks share each key-value head, so queries and keys have different owners.
-    (ActorLayout(8, expert=4, expert_tensor=1), EngineLayout(4, 8), 2, 2),
+    (ActorLayout(8, expert=4, expert_tensor=1), EngineLayout(4, 8), 2, 2, 5000),
 ]
 
 
-@pytest.mark.parametrize(("source", "engines", "node", "shares"), SHARED)
-@pytest.mark.parametrize("limit", [300, 5000])
+@pytest.mark.parametrize(("source", "engines", "node", "shares", "limit"), SHARED)
 def test_plan_in_shares_sends_each_missing_element_once(
     source, engines, node, shares, limit, monkeypatch
 ):
@@ -137,30 +140,6 @@ def test_plan_in_shares_sends_each_missing_element_once(
     for rank in range(8):
         for name, value in expected[rank].items():
             assert torch.equal(got[rank][name], value), (rank, name)
-
-
-def test_plan_slices_equal_layouts_send_nothing():
-    shape = small_shape()
-    for tensor, data in ((1, 4), (2, 2), (4, 1)):
-        source = ActorLayout(tensor=tensor, data=data)
-        copies = _copies(shape, source, EngineLayout(tensor, 4))
-        assert all(sender == to for sender, to, _ in copies)
-
-
-def test_plan_slices_prefers_same_node_and_balances_senders():
-    shape = small_shape()
-    # Ranks 0-3 are stage 0 and 4-7 stage 1; within a stage ranks r and r + 2 are replicas.
-    source, destination = ActorLayout(2, 2, 1, 2), EngineLayout(2, 8)
-    sent = [0] * 8
-    for sender, to, each in _copies(shape, source, destination):
-        sent[sender] += each.size if sender != to else 0
-    for rank in (0, 1, 4, 5):
-        assert abs(sent[rank] - sent[rank + 2]) <= 0.05 * sent[rank]
-    # Tensor 2 with four replicas: with two ranks per node nothing may cross nodes.
-    for sender, to, _ in _copies(
-        shape, ActorLayout(2, 1, 1, 4), EngineLayout(1, 8), ranks_per_node=2
-    ):
-        assert sender // 2 == to // 2
 
 
 NODES = [  # actor, engine tensor, ranks per node, True if all ranks can have equal shares
@@ -206,43 +185,6 @@ def test_plan_crosses_nodes_once_and_forwards_within(source, engine, node, even)
     # The first and last stages have the vocabulary, so they send more than others.
     for shares in (sends, arrives) if even else ():
         assert max(shares) <= 1.2 * bound / 8
-
-
-def test_plan_forwarded_messages_match_on_both_ends():
-    shape, layout, engines = small_shape(), ActorLayout(1, 2, 1, 2), EngineLayout(1, 4)
-    options = {"wire_elements": 900, "ranks_per_node": 2}
-    plans = [plan_for_rank(shape, layout, engines, rank=rank, **options) for rank in range(4)]
-    passed_on = 0
-    for number in range(len(plans[0].rounds)):
-        for plan, other in itertools.permutations(plans, 2):
-            parts = plan.rounds[number], other.rounds[number]
-            # First messages of the sources, then forwarded ones, in equal order on both ends.
-            for out, into in (
-                (parts[0].sends, [m for m in parts[1].receives if m.source == m.sender]),
-                (parts[0].receives, [m for m in parts[1].receives if m.source != m.sender]),
-            ):
-                sent = [_contents(m) for m in out if other.rank in m.to]
-                assert sent == [_contents(m) for m in into if m.sender == plan.rank]
-                passed_on += len(sent) if out is parts[0].receives else 0
-    assert passed_on > 0
-
-
-def test_plan_intersections_do_not_grow_with_replicas(monkeypatch):
-    """8 and 64 ranks with equal shards need the same number of intersections and slices."""
-    shape, calls, counts = small_shape("Qwen3MoeForCausalLM"), [], []
-    intersect = push_schedule._intersection
-
-    def counted(a, b):
-        calls.append((a, b))
-        return intersect(a, b)
-
-    monkeypatch.setattr(push_schedule, "_intersection", counted)
-    for replicas in (1, 8):
-        source = ActorLayout(2, 2, replicas, 2, expert=2)
-        plan_slices(shape, source, EngineLayout(4, source.world_size))
-        counts.append(len(calls))
-        calls.clear()
-    assert counts[0] == counts[1] > 0
 
 
 def _contents(message):
@@ -306,25 +248,6 @@ def test_plan_slices_rejects_different_world_sizes():
         plan_slices(small_shape(), ActorLayout(2), EngineLayout(1, 4))
 
 
-def test_plan_shared_slices_form_one_message():
-    """8 stages of one layer to engines of one rank: every rank needs each stage's layer."""
-    plans = [
-        plan_for_rank(
-            small_shape(num_layers=8),
-            ActorLayout(pipeline=8),
-            EngineLayout(1, 8),
-            rank=rank,
-            wire_elements=10**9,
-        )
-        for rank in range(8)
-    ]
-    for plan in plans:
-        others = tuple(rank for rank in range(8) if rank != plan.rank)
-        (exchange,) = plan.rounds
-        assert [message.to for message in exchange.sends] == [others]
-        assert sorted(message.source for message in exchange.receives) == list(others)
-
-
 def test_plan_assembled_tensor_within_quarter_of_bucket_uses_one_round():
     shape, layouts = small_shape(), (ActorLayout(4), EngineLayout(1, 4))
     # A rank has one of 4 shards; the largest tensor has 37 x 20 elements.
@@ -336,8 +259,7 @@ def test_plan_assembled_tensor_within_quarter_of_bucket_uses_one_round():
                 assert {plan.last_round[each.tensor] for each in message.slices} == {number}
 
 
-@pytest.mark.parametrize("engine_tensor", [1, 2])
-def test_plan_rounds_bound_assembled_tensors(engine_tensor):
+def test_plan_rounds_bound_assembled_tensors():
     """A round adds to two tensors of a layer (640 elements each) or more, by its limit.
 
     Larger tensors, the vocabulary's of 740 elements, count as half of the limit.
@@ -351,7 +273,7 @@ def test_plan_rounds_bound_assembled_tensors(engine_tensor):
         plan = plan_for_rank(
             shape,
             ActorLayout(4),
-            EngineLayout(engine_tensor, 4),
+            EngineLayout(2, 4),
             rank=1,
             wire_elements=10**9,
             tensor_elements=limit,

@@ -23,15 +23,6 @@ def pool():
         yield pool
 
 
-def test_grades_come_by_place_in_any_order(pool):
-    session = pool.begin()
-    for place, text in ((2, "aaa"), (0, "a"), (1, "aa")):
-        session.submit(place, Item(text, "truth", "source"))
-    found = {place: one.reward for place, one in session.finish().items()}
-    assert found == {2: 3.0, 0: 1.0, 1: 2.0}
-    assert pool.begin().finish() == {}
-
-
 def test_error_comes_back_while_generating_and_at_end(pool):
     session = pool.begin()
     deadline = time.monotonic() + 60

@@ -15,7 +15,7 @@ from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item
 from tests.unit.rewards.hostile import EXPLOSIVE, hostile_answers
 
-COUNT = int(os.environ.get("MEGATRON_RL_HOSTILE_ANSWERS", "500"))
+COUNT = int(os.environ.get("MEGATRON_RL_HOSTILE_ANSWERS", "200"))
 TRUTHS = ("42", r"\frac{1}{2}", "x^2+1", "(1,2)", r"5 \text{ cm}")
 
 

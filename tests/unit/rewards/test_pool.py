@@ -98,14 +98,13 @@ def test_exception_of_verifier_is_raised_with_its_traceback(pool):
     assert [v.reward for v in pool.verify_all(as_items("ab", "abc"))] == [2.0, 3.0]
 
 
-@pytest.mark.parametrize("text", ["raise", "die", "return-nothing"])
-def test_on_error_zero_gives_no_reward_and_is_counted(text):
+def test_on_error_zero_gives_no_reward_and_is_counted():
     output = []
     with open_pool(workers=2, on_error="zero", echo=output.append) as pool:
-        grade_results = pool.verify_all(as_items("a", text, "abc"))
-    assert grade_results[1] == GradeResult(0.0, FAILED, None)
-    assert [grade_results[0].reward, grade_results[2].reward] == [1.0, 3.0]
-    assert "1 grades failed; the first: the verifier failed on response 1 of 3" in output[-1]
+        grade_results = pool.verify_all(as_items("a", "raise", "die", "return-nothing", "abc"))
+    assert grade_results[1:4] == [GradeResult(0.0, FAILED, None)] * 3
+    assert [grade_results[0].reward, grade_results[4].reward] == [1.0, 3.0]
+    assert "3 grades failed; the first: the verifier failed on response " in output[-1]
 
 
 def test_on_error_retry_tries_again_and_counts(tmp_path, monkeypatch):
@@ -160,14 +159,6 @@ def test_worker_loads_neither_torch_nor_vllm(pool):
     assert pool.verify_all(as_items("modules"))[0].reason == ""
 
 
-def test_huge_number_is_not_computed():
-    texts = [r"\boxed{100000000!}", r"\boxed{9^{9^{9^9}}}", r"\boxed{5}"]
-    with VerifierPool(RewardSection(time_limit_seconds=60.0)) as pool:
-        grade_results = pool.verify_all([Item(text, "5", "set") for text in texts])
-    assert [v.reward for v in grade_results] == [0.0, 0.0, 1.0]
-    assert grade_results[0] == GradeResult(0.0, "answer not understood", "100000000!")
-
-
 def test_first_grade_excludes_import_time():
     program = """
 import sys
@@ -200,10 +191,8 @@ def test_verifier_that_cannot_be_loaded_is_error_at_first_use():
         ),
         # 2 * 1 - 0.5 * 1/2
         ({"correct": 2.0, "format": -0.5}, "correct format", 1.75),
-        ({"correct": 1.0, "format": 0.0}, "correct format", 1.0),
         ({"correct": 1.0, "fromat": 1.0}, "correct format", "weights has correct, fromat; give"),
         ({"correct": 1.0}, "correct format", "returned rewards named correct, format, and reward"),
-        ({"correct": 1.0, "format": 1.0}, "correct", "returned rewards named correct, and reward"),
         ({"correct": 1.0}, "", "returned a single reward, and reward.weights has correct"),
     ],
 )

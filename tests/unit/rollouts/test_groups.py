@@ -111,14 +111,6 @@ def test_statistics_are_those_of_the_conversations_not_lost(estimator, std):
                 assert not found.any()  # nothing to compare with
 
 
-def test_leave_one_out_with_lost_ones_by_hand():
-    """6 of 8 lost: rewards 1 and 0 have advantages 1 and -1, not 4/7."""
-    rewards, lost = torch.zeros(1, 8), torch.tensor([[False, False] + [True] * 6])
-    rewards[0, 0] = 1
-    found = advantages_without(lost, rewards, AdvantageSection(estimator="leave_one_out"))
-    assert found[0, :2].tolist() == [1, -1]
-
-
 @pytest.mark.parametrize(
     "reason", [TIME_LIMIT, FAILED, UNPARSABLE_TRUTH, *FAILURE_REASONS.values()]
 )
@@ -161,17 +153,6 @@ def test_minibatch_of_masked_responses_has_nonzero_sizes():
                 rollout(1, 5, prompt=1), rollout(0, 6, sample=1, prompt=1)]  # fmt: skip
     first, _ = batch_of(rollouts, config(shaping={"truncated": "mask"})).minibatches
     assert (first.denominators.responses, first.denominators.tokens) == (1, 1)
-
-
-def test_training_uses_shaped_reward():
-    rollouts = [rollout(1, 10), rollout(1, 18, sample=1),
-                rollout(1, 5, prompt=1), rollout(1, 6, sample=1, prompt=1)]  # fmt: skip
-    batch = batch_of(rollouts, config(shaping={"overlong": {"buffer": 4}, "signed": True}))
-    # Both right, the second one too long by half: 1 and 0.5 have a mean of 0.75.
-    assert batch.advantages[0].tolist() == pytest.approx([0.70710, -0.70710], abs=1e-4)
-    assert batch.advantages[1].tolist() == [0, 0]
-    metrics = batch_metrics(batch)
-    assert (metrics["reward/mean"], metrics["reward/shaped_mean"]) == (1, 0.875)
 
 
 def test_buffer_longer_than_limit_is_refused():

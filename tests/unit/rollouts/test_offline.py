@@ -296,11 +296,6 @@ def test_missing_column_or_file_is_named(tmp_path):
     ("sections", "message"),
     [
         ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs responses that an engine"),
-        ({"dynamic_sampling": {"rounds": 1}}, r"dynamic_sampling needs responses that an engine"),
-        (
-            {"offline": {"rollouts": None, "behavior": "m"}},
-            r"offline\.behavior=m: no effect with offline\.rollouts=null",
-        ),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
             r"offline\.behavior=m recomputes them; unset one",

@@ -87,26 +87,13 @@ def test_publishing_every_third_step_generates_three_batches_at_once():
 
 
 def test_drawn_lag_depends_on_slot_and_covers_range():
-    schedule = make_schedule(
-        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
-        groups=8,
-        steps=40,
-    )
+    lag = {"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}}
+    schedule = make_schedule(lag=lag, groups=8, steps=40)
     walked = walk(schedule)
     assert [trained for _, trained, _ in walked] == [whole(step, 8) for step in range(1, 41)]
     counts = Counter(lag for _, _, lags in walked[3:] for lag in lags)
     assert counts.keys() == {1, 2, 3} and min(counts.values()) > 60  # of 296, 99 each on average
-    again = make_schedule(
-        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
-        groups=8,
-        steps=40,
-    )
-    other = make_schedule(
-        lag={"policy": "research.lag_policies:UniformLag", "settings": {"low": 1, "high": 3}},
-        groups=8,
-        steps=40,
-        seed=4,
-    )
+    again, other = (make_schedule(lag=lag, groups=8, steps=40, seed=seed) for seed in (3, 4))
     assert [w[2] for w in walk(again)] == [w[2] for w in walked] != [w[2] for w in walk(other)]
 
 
