@@ -45,7 +45,6 @@ class FrozenModel(ScoringModel):
         self.routing = RoutingRecorder(
             self.chunks, shape=shape, topology=self.topology, replays=False
         )
-        self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         for parameter in self.parameters:
             parameter.requires_grad_(False)

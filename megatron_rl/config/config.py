@@ -29,6 +29,7 @@ from megatron_rl.config.sections import (
     SftSection,
     ShapingSection,
     TrainerSection,
+    WorkersSection,
 )
 from megatron_rl.objectives.spec import needs_reference
 
@@ -57,6 +58,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection | None = None
     reward: RewardSection = RewardSection()
+    workers: WorkersSection = WorkersSection()
     advantage: AdvantageSection = AdvantageSection()
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -249,7 +251,7 @@ class Config(Section):
     def _ppo_problems(self) -> list[str]:
         problems, overlong = [], self.shaping.overlong
         limit = self.rollout.max_response_tokens
-        if overlong is not None and overlong.kind == "soft" and overlong.buffer > limit:
+        if overlong is not None and overlong.buffer > limit:
             problems.append(
                 f"shaping.overlong.buffer={overlong.buffer} is more than "
                 f"rollout.max_response_tokens={limit}; lower it"

@@ -284,7 +284,7 @@ def _build_trainer(
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
     buffer = GroupBuffer(build_schedule(config))
-    faults = SkippedUpdates(writer, console, config.trainer.max_consecutive_skipped_updates)
+    faults = SkippedUpdates(writer, console)
     checkpoints = CheckpointKeeper(
         config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
     )
@@ -413,7 +413,7 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None
 def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
     """Build the verifier pool of this rank; its output goes to the log of the run."""
     log = Console(is_main_rank=True, log_file=directory.log_file).log
-    return VerifierPool(config.reward, cores=cores_of_rank(), echo=log)
+    return VerifierPool(config.reward, config.workers, cores=cores_of_rank(), echo=log)
 
 
 def build_engine(

@@ -100,7 +100,6 @@ class Trainer:
             self.checkpoints.finish(step)
             if self.checkpoints.saved == step:
                 self.source.after_checkpoint(step)
-        self.recorder.check.stop_if_dead(batch)
 
     def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepProgress:
         """Make step `step` resumable: from here on its rollouts and updates survive a restart."""

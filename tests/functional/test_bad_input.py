@@ -89,7 +89,7 @@ def test_train_reports_all_problems_together(capsys, tmp_path):
     (tmp_path / "prompts").mkdir()
     output = train_error(
         capsys, f"run.dir={CONFIG}", f"model.path={tmp_path}/prompts", "data.train=/nowhere",
-        "logging.wandb={project: p}",
+        "logging.wandb=p",
     )  # fmt: skip
     for problem in (
         "model.path:", "config.json does not exist", "no tokenizer", "data.train: /nowhere",

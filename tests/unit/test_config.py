@@ -122,7 +122,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (MINIMAL, ["rollout.responses_per_prompt=1"], "rollout.responses_per_prompt=1"),
         (MINIMAL, ["run.name=a/b"], "run.name='a/b': must be a file name of letters, digits, '.',"),
         (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
-        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
+        (MINIMAL, ["workers.variables=[A B]"], "workers.variables.0='A B': must be letters, dig"),
         (MINIMAL, ["lag.partial_rollouts=8"], "set behavior=engine, or cache: recompute"),
         *(
             (MINIMAL, [f"logging.keep_rollouts={value}"], "must be all, sampled, or the number of")
@@ -330,8 +330,8 @@ def test_text_setting_keeps_what_was_written(tmp_path):
         assert load_config(write(tmp_path, dump_config(config))) == config
     file = write(tmp_path, MINIMAL)
     for text in (*WRITTEN, "Answer: yes #1", "[INST] x", "- a", "#", "~"):
-        config = load_config(file, [f"logging.wandb.project={text}"])
-        assert config.logging.wandb.project == text
+        config = load_config(file, [f"data.columns.prompt={text}"])
+        assert config.data.columns.prompt == text
     names = load_config(file, ["eval.sets={on: a.parquet, 2024: b.parquet}"]).eval.sets
     assert list(names) == ["on", "2024"]
     assert load_config(file, ["reward.weights={yes: 1}"]).reward.weights == {"yes": 1.0}
@@ -360,8 +360,8 @@ def test_null_and_quotes_in_text_settings(tmp_path):
         assert load_config(file, [f"run.name={text}"]).run.name == name
     for text in ("run: {name: null}", "run: {name: }"):
         assert load_config(write(tmp_path, MINIMAL + text)).run.name is None
-    with pytest.raises(ConfigError, match=r"project=null: must be a text; put it in quotes"):
-        load_config(file, ["logging.wandb.project=null"])
+    with pytest.raises(ConfigError, match=r"prompt=null: must be a text; put it in quotes"):
+        load_config(file, ["data.columns.prompt=null"])
     # Other settings are YAML as before: booleans, numbers, names of scores or booleans.
     config = load_config(file, ["run.check_memory=off", "trainer.keep_best=false", "seed=1_0"])
     assert (config.run.check_memory, config.trainer.keep_best, config.seed) == (False, False, 10)
@@ -535,8 +535,7 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("lag.batches=x", "lag.batches='x': must be a whole number"),
         ("trainer.keep_best=3", "trainer.keep_best=3: must be true, false or the name of a score"),
         ("trainer=null", "trainer=null: must be a mapping of steps, epochs,"),
-        ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of kind, buffer, p"),
-        ("logging.wandb=yes", "logging.wandb=true: must be a mapping of project, entity, such as"),
+        ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of buffer, penal"),
         (
             "eval.columns=prompt",
             "eval.columns='prompt': must be a mapping of prompt, answer, source",

@@ -149,7 +149,7 @@ def run(seed, topology, *, by_turn=False, is_split=False):
     rollouts = split(rollouts, seed) if is_split else rollouts
     (minibatch,) = plan_minibatches(
         rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
-        topology=topology, sequence_parallel=False,
+        topology=topology,
     )  # fmt: skip
     packs = minibatch.micro_batches
     if by_turn:
@@ -257,7 +257,7 @@ def test_split_conversations_have_loss_and_gradients_of_whole_ones():
     rollouts = split(conversations(5)[0], 5)
     (minibatch,) = plan_minibatches(
         rollouts, torch.zeros(len(rollouts)), minibatches=1, tokens_per_micro_batch=10**6,
-        topology=Topology.single(), sequence_parallel=False,
+        topology=Topology.single(),
     )  # fmt: skip
     (pack,) = minibatch.micro_batches
     starts = np.cumsum([0, *pack.sequence_lengths[:-1]])
@@ -321,7 +321,7 @@ def test_values_of_conversations_come_back_to_their_rollouts():
     rollouts, _, advantages = conversations(2)
     (minibatch,) = plan_minibatches(
         rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
-        topology=Topology.single(), sequence_parallel=False,
+        topology=Topology.single(),
     )  # fmt: skip
     packs = minibatch.micro_batches
     rows = gather_by_rollout(

@@ -17,8 +17,7 @@ def test_every_key_has_its_default_its_rule_and_a_text():
     assert len(output) == len(rows) == configuration_page().count("\n- ")
     # A section within a section is a key of its own; columns of other sets are those of `data`.
     within = {"data.columns", "data.mix", "data.mix.columns", "eval.columns", "eval.sets",
-              "eval.sets.columns", "logging.mlflow", "logging.trackio", "logging.wandb",
-              "sft.validation", "sft.validation.columns", "shaping.overlong"}  # fmt: skip
+              "eval.sets.columns", "sft.validation", "sft.validation.columns", "shaping.overlong"}  # fmt: skip
     keys = [key.replace("data.columns.", "data.columns/") for key in valid_keys(Config)]
     keys = [key.replace("/", ".") for key in keys if ".columns." not in key]
     assert set(output) == {*keys, *within}

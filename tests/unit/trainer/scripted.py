@@ -167,7 +167,7 @@ class ScriptedEngine:
         return str(int(prompt.index in self.solved or sample % 2))
 
     def generate(
-        self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
+        self, prompts, *, samples, sampling, on_progress=None, on_response=None,
         on_all_ranks=True, conversations=None,
     ):  # fmt: skip
         assert not on_all_ranks  # training and evaluation leave responses where they are generated
@@ -318,7 +318,7 @@ def run_loop(
     log = MetricLog(tmp_path, config.model_copy(update={"logging": plain}))
     clock = PhaseClock()
     recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
-    faults = SkippedUpdates(directory, console, config.trainer.max_consecutive_skipped_updates)
+    faults = SkippedUpdates(directory, console)
     if keep is not None:
         checkpoints = CheckpointKeeper(
             config, directory, console, 0, recorder.wait, keep, buffer, faults

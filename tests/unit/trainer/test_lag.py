@@ -91,8 +91,6 @@ class SeededEngine(ScriptedEngine):
 
     def generate(self, prompts, *, samples, sampling, **options):
         each = sampling_per_prompt(sampling, count=len(prompts))
-        if each is sampling:  # no evaluation: the time of as many batches, of four prompts each
-            assert options["batches"] == -(-len(prompts) // 4)
         seeds = [one.seed for one in each for _ in range(samples)]
         responses = super().generate(prompts, samples=samples, sampling=sampling, **options)
         return [
