@@ -173,8 +173,8 @@ class References:
         known = {one for own in self.sources for one in own}
         if None not in known and (missing := sorted(set(sources) - known)):
             raise UserError(
-                f"model.teachers has none for the rollouts of data_source {missing[0]!r}, only for "
-                f"{', '.join(map(str, known))}; add one under this name"
+                f"model.reference has none for the rollouts of data_source {missing[0]!r}, only "
+                f"for {', '.join(map(str, known))}; add one under this name"
             )
 
     def compute_logprobs(

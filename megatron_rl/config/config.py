@@ -177,10 +177,6 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
-            "model.teachers": (
-                self.model.teachers and self.model.reference,
-                f"model.reference={self.model.reference}, one model for all data sources",
-            ),
         }
         return [
             f"{setting}: no effect with {other}; unset one, or change the other"
@@ -366,9 +362,8 @@ class Config(Section):
     @property
     def evaluation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
         """Path and columns of every evaluation set, by config key."""
-        columns = self.eval.columns or self.data.columns
         return {
-            f"eval.sets.{name}": (item.path, item.columns or columns)
+            f"eval.sets.{name}": (item.path, item.columns or self.data.columns)
             for name, item in self.eval.sets.items()
         }
 
@@ -387,15 +382,15 @@ class Config(Section):
     @property
     def references(self) -> dict[str | None, str]:
         """Model folders of the reference policies by data source; None: of all sources."""
-        several = dict[str | None, str](self.model.teachers.items())
-        return several or {None: self.model.reference or self.model.path}
+        return self.model.references or {None: self.model.path}
 
     @property
     def given_references(self) -> dict[str, str]:
         """Model folders of the reference policies that the config names, by key."""
-        named = {"model.reference": self.model.reference}
-        named |= {f"model.teachers.{source}": path for source, path in self.model.teachers.items()}
-        return {key: path for key, path in named.items() if path}
+        return {
+            "model.reference" if source is None else f"model.reference.{source}": path
+            for source, path in self.model.references.items()
+        }
 
     @property
     def updates_per_step(self) -> int:

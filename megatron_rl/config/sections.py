@@ -66,6 +66,25 @@ def _value(match: re.Match[str]) -> str:
 PathText = Annotated[str, AfterValidator(expand_path), _IS_PATH]
 
 
+def _check_paths(value: Any) -> Any:
+    texts = [one for pair in value.items() for one in pair] if isinstance(value, dict) else [value]
+    if value == {} or not all(isinstance(one, str) for one in texts):
+        raise ValueError("must be a path, or a mapping of data sources to paths")
+    return value
+
+
+def _expand_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: expand_path(path) for name, path in value.items()}
+    return expand_path(value)
+
+
+# One path, or one for each data source.
+PathTexts = Annotated[
+    str | dict[str, str], BeforeValidator(_check_paths), AfterValidator(_expand_paths), _IS_PATH
+]
+
+
 def is_path(annotation: Any, metadata: list[Any]) -> bool:
     """Return True for `PathText` and for `PathText | None`."""
     kinds = (annotation, *get_args(annotation))
@@ -143,12 +162,11 @@ class ModelSection(Section):
     path: PathText = ""
     """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
     `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
-    reference: PathText | None = None
+    reference: PathTexts | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
-    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`."""
-    teachers: dict[str, PathText] = {}
-    """Several such models, by the `data_source` of the prompts, such as
-    `{math: models/M, code: models/C}`; every source needs one (`docs/objectives.md`)."""
+    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`. Several
+    are a mapping by the `data_source` of the prompts, such as `{math: models/M, code: models/C}`,
+    in which every source needs one (`docs/objectives.md`)."""
     trust_remote_code: bool = False
     """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
     Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""
@@ -161,6 +179,13 @@ class ModelSection(Section):
     """Experts of a token in updates: the router's present choice (`none`), those that it chose when
     behavior log-probs were computed (`behavior`), or the engine's, in that pass and in updates
     (`engine`; `docs/routing-replay.md`)."""
+
+    @property
+    def references(self) -> dict[str | None, str]:
+        """Given models of the reference policies by data source; None: of all sources."""
+        if isinstance(self.reference, dict):
+            return dict[str | None, str](self.reference.items())
+        return {} if self.reference is None else {None: self.reference}
 
 
 class RolloutSection(Section):
@@ -667,13 +692,15 @@ class DataSection(Section):
     """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
     saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
-    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`."""
+    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`: a
+    file or data set in its forms, its relative share of every rollout batch (1 by default), and its
+    columns (those of `data.columns`)."""
     epochs: Positive | None = None
     """Length of the run in passes over the training prompts, instead of `trainer.steps`, which the
     start of the run computes from it (`docs/prompts.md`); null uses `trainer.steps`."""
     columns: ColumnsSection = ColumnsSection()
-    """Column names of `data.train`, and of `eval.sets` if `eval.columns` is null; the default is
-    the schema of DAPO-Math-17k."""
+    """Column names of all files that have none of their own; the default is the schema of
+    DAPO-Math-17k."""
     max_prompt_tokens: Count = 1024
     """Maximum prompt length in tokens."""
     too_long: Literal["error", "skip"] = "error"
@@ -717,7 +744,7 @@ class EvaluationSetSection(Section):
     path: PathText
     """File or data set of prompts, in the forms of `data.train`."""
     columns: ColumnsSection | None = None
-    """Column names of this set; null uses `eval.columns`."""
+    """Column names of this set; null uses `data.columns`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -735,9 +762,8 @@ class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
     sets: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`."""
-    columns: ColumnsSection | None = None
-    """Column names of sets without their own; null uses `data.columns`."""
+    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`, with
+    columns other than those of `data.columns`."""
     every: Count = 10
     """Steps between evaluations."""
     samples: Count = 32
@@ -757,8 +783,8 @@ class SftSection(Section):
     turns: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a conversation, or its last one."""
     validation: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Sets of conversations whose loss is computed every `eval.every` steps, by name, each a path
-    or `{path, columns}`."""
+    """Sets of conversations whose loss is computed every `eval.every` steps, by name, in the forms
+    of `eval.sets`."""
 
 
 def _check_keep_rollouts(value: Any) -> Any:

@@ -381,8 +381,8 @@ def _check_columns(
     if missing:
         raise UserError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set "
-            "data.columns={prompt: question, answer: answer}, or eval.columns, or columns of one "
-            "set (docs/prompts.md)"
+            "data.columns={prompt: question, answer: answer}, or columns of one set "
+            "(docs/prompts.md)"
         )
 
 

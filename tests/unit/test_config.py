@@ -410,7 +410,7 @@ def test_printed_config_reads_back_to_same_config(tmp_path):
 
 def test_set_is_path_or_path_with_columns(tmp_path):
     """The shorter form is written; columns fall back to those of all sets."""
-    columns = {"prompt": "q", "answer": "a", "source": None, "tools": None}
+    columns = {"prompt": "q", "answer": "a", "source": None}
     columns |= {"completion": "completion"}
     own = {"path": "b", "columns": columns}
     given = [
@@ -537,8 +537,8 @@ def test_objective_is_name_or_mapping(tmp_path):
         ("trainer=null", "trainer=null: must be a mapping of steps, epochs,"),
         ("shaping.overlong=soft", "shaping.overlong='soft': must be a mapping of buffer, penal"),
         (
-            "eval.columns=prompt",
-            "eval.columns='prompt': must be a mapping of prompt, answer, source",
+            "data.columns=prompt",
+            "data.columns='prompt': must be a mapping of prompt, answer, source",
         ),
         ("eval.sets={a: {pth: b}}", "eval.sets.a.pth: unknown key; did you mean eval.sets.a.path?"),
         ("rollout.stop=x", "rollout.stop='x': must be a list, such as [x]"),
