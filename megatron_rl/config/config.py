@@ -111,8 +111,14 @@ class Config(Section):
                 f"than trainer.stall_seconds={stall:g}, after which the watchdog ends the run; "
                 "raise trainer.stall_seconds above it, or lower the limit"
             )
+        overlong, longest = self.shaping.overlong, self.rollout.max_response_tokens
+        if overlong is not None and overlong.buffer > longest:
+            problems.append(
+                f"shaping.overlong.buffer={overlong.buffer} is more than "
+                f"rollout.max_response_tokens={longest}; lower it"
+            )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
-        problems += self._lag_problems() + self._ppo_problems()
+        problems += self._lag_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
         problems += sampling_problems(self) + generation_problems(self)
@@ -169,6 +175,10 @@ class Config(Section):
             f"offline.behavior={self.offline.behavior}": (
                 self.offline.rollouts is None and self.offline.behavior != "file",
                 "offline.rollouts=null",
+            ),
+            "behavior=engine": (
+                self.behavior == "engine" and self.offline.behavior != "file",
+                f"offline.behavior={self.offline.behavior}, which recomputes the log-probs",
             ),
             **{
                 f"{key}={path}": (
@@ -241,23 +251,6 @@ class Config(Section):
             problems.append(
                 f"replay.fresh={self.replay.fresh} of rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step} rounds to no groups or to all of them; change one"
-            )
-        return problems
-
-    def _ppo_problems(self) -> list[str]:
-        problems, overlong = [], self.shaping.overlong
-        limit = self.rollout.max_response_tokens
-        if overlong is not None and overlong.buffer > limit:
-            problems.append(
-                f"shaping.overlong.buffer={overlong.buffer} is more than "
-                f"rollout.max_response_tokens={limit}; lower it"
-            )
-        if self.offline.rollouts is None:
-            return problems
-        if self.offline.behavior != "file" and self.behavior == "engine":
-            problems.append(
-                f"behavior=engine uses the log-probs in offline.rollouts, but offline.behavior="
-                f"{self.offline.behavior} recomputes them; unset one"
             )
         return problems
 

@@ -52,7 +52,6 @@ from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import Interruption
@@ -70,7 +69,7 @@ from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
-from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.startup import (
     GRACE,

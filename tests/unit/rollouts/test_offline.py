@@ -303,7 +303,7 @@ def test_missing_column_or_file_is_named(tmp_path):
         ),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
-            r"offline\.behavior=m recomputes them; unset one",
+            r"behavior=engine: no effect with offline\.behavior=m, which recomputes the log-probs",
         ),
     ],
 )

@@ -22,7 +22,6 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
@@ -30,7 +29,7 @@ from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.step_progress import SkippedUpdates
 from megatron_rl.types import GradeResult, Prompt, Response
