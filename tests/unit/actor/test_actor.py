@@ -231,7 +231,7 @@ def _try_self_tests(actor, objective):
 
 
 def check_updates(rank, world_size, root):
-    """Criteria of updates: a rule, a power and a resolved constraint."""
+    """Criteria of updates: a rule and a resolved constraint."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.objectives import build_objective
 
