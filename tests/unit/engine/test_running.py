@@ -32,9 +32,9 @@ class ScriptedCore:
 def test_run_requests_error_of_one_rank_stops_all_at_next_poll(monkeypatch, own, message):
     polls = []
 
-    def poll(late, stalled, failed, stopped):  # the other rank has failed by the second poll
+    def poll(stalled, failed, stopped):  # the other rank has failed by the second poll
         polls.append(failed)
-        return late, stalled, failed or (not own and len(polls) == 2), stopped
+        return stalled, failed or (not own and len(polls) == 2), stopped
 
     def on_finished(position, output):
         if own and position == 2:
