@@ -22,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 from megatron_rl.config import Config, Section  # noqa: E402
 from megatron_rl.config.sections import (  # noqa: E402
     PATTERNS,
-    ColumnsSection,
     is_path,
 )
 from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES, Metric  # noqa: E402
@@ -81,7 +80,8 @@ def _rows(prefix: str, section: type[Section]) -> list[str]:
         assert field.description, f"{prefix}{name} has no docstring"
         text = " ".join(field.description.split())
         rows.append(f"- `{prefix}{name}{_default(field)}: {text}")
-        if inner is not None and (inner is not ColumnsSection or prefix == "data."):
+        is_named = get_origin(field.annotation) is dict  # its text lists what each has
+        if inner is not None and not is_named:
             rows += _rows(f"{prefix}{name}.", inner)
     return rows
 

@@ -222,7 +222,6 @@ class MegatronActor(ScoringModel):
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
         self.writer = ShardWriter(topology.host_group)
-        self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.asleep = False
 
     def update(
@@ -264,8 +263,6 @@ class MegatronActor(ScoringModel):
                 classes=minibatch.classes,
                 topology=self.topology,
             )
-            if power := self.settings.optimizer.effective_samples_power:
-                rate *= statistics.everything().effective_sample_fraction() ** power
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
                 group["weight_decay"] = self.settings.optimizer.weight_decay * group["wd_mult"]

@@ -85,7 +85,8 @@ def _layout(topology: Topology, settings: ActorSettings) -> dict[str, Any]:
         "pipeline_model_parallel_size": topology.pp_size,
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "context_parallel_size": topology.cp_size,
-        "sequence_parallel": settings.sequence_parallel and topology.tp_size > 1,
+        # It saves memory at no cost, and Megatron trains experts under tensor parallelism only so.
+        "sequence_parallel": topology.tp_size > 1,
         # Interleaved stages send both ways between the same two ranks; only Megatron's overlapped
         # communication keeps the two directions apart.
         "overlap_p2p_comm": virtual > 1,

@@ -136,11 +136,12 @@ def _adapt(module: Any, lora: LoraSection, pieces: list[Piece], *, seed: int) ->
 
 
 def initial_a(lora: LoraSection, *, seed: int, inputs: int, name: str) -> Tensor:
-    """Draw the whole A [r, inputs] of the linear whose first Hugging Face tensor has this name."""
+    """Draw the whole A [r, inputs] of the linear whose first Hugging Face tensor has this name.
+
+    Uniform within 1 / sqrt(inputs), as in `peft`. B starts at 0.
+    """
     generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
     values = torch.empty(lora.rank, inputs, dtype=torch.float32, device="cpu")
-    if lora.init == "gaussian":
-        return values.normal_(0, 1 / lora.rank, generator=generator)
     bound = 1 / math.sqrt(inputs)
     return values.uniform_(-bound, bound, generator=generator)
 

@@ -45,7 +45,6 @@ class FrozenModel(ScoringModel):
         self.routing = RoutingRecorder(
             self.chunks, shape=shape, topology=self.topology, replays=False
         )
-        self.sequence_parallel = self.chunks[0].config.sequence_parallel
         self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         for parameter in self.parameters:
             parameter.requires_grad_(False)
@@ -174,8 +173,8 @@ class References:
         known = {one for own in self.sources for one in own}
         if None not in known and (missing := sorted(set(sources) - known)):
             raise UserError(
-                f"model.teachers has none for the rollouts of data_source {missing[0]!r}, only for "
-                f"{', '.join(map(str, known))}; add one under this name"
+                f"model.reference has none for the rollouts of data_source {missing[0]!r}, only "
+                f"for {', '.join(map(str, known))}; add one under this name"
             )
 
     def compute_logprobs(

@@ -45,7 +45,6 @@ class ScoringModel:
     modules: list[Any]
     packs: PackCache
     routing: RoutingRecorder
-    sequence_parallel: bool
 
     def compute_logprobs(
         self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"
@@ -110,7 +109,7 @@ class ScoringModel:
         return [ReferenceHead(hidden, weight) for hidden in states[: len(micro_batches)]]
 
     def _check(self, micro_batches: Sequence[TokenBatch]) -> None:
-        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
+        alignment = self.topology.alignment
         for batch in micro_batches:
             check_pack(batch, alignment=alignment, vocab_size=self.shape.vocab_size)
 
@@ -129,7 +128,7 @@ class ScoringModel:
         interleaved stages need; their reports come last.
         """
         missing = -len(micro_batches) % self.topology.round_size
-        alignment = self.topology.alignment(sequence_parallel=self.sequence_parallel)
+        alignment = self.topology.alignment
         fillers = (build_filler(alignment, self.settings.gemm_tokens) for _ in range(missing))
         padded = [*micro_batches, *fillers]
 

@@ -28,7 +28,6 @@ class ActorSettings:
     lora: LoraSection | None = None  # None: train all parameters
     seed: int = 0  # of the adapters' first values and of rounding their sums with the weights
     dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer state are float32
-    sequence_parallel: bool = True  # wherever tp > 1
     recompute: Literal["none", "selective", "full"] = "none"
     # Reduce gradient buckets while the last micro-batch's backward pass is still running.
     overlap_reduction: bool = field(default_factory=has_cuda)

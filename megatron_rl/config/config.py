@@ -29,6 +29,7 @@ from megatron_rl.config.sections import (
     SftSection,
     ShapingSection,
     TrainerSection,
+    WorkersSection,
 )
 from megatron_rl.objectives.spec import needs_reference
 
@@ -57,6 +58,7 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection | None = None
     reward: RewardSection = RewardSection()
+    workers: WorkersSection = WorkersSection()
     advantage: AdvantageSection = AdvantageSection()
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -109,8 +111,14 @@ class Config(Section):
                 f"than trainer.stall_seconds={stall:g}, after which the watchdog ends the run; "
                 "raise trainer.stall_seconds above it, or lower the limit"
             )
+        overlong, longest = self.shaping.overlong, self.rollout.max_response_tokens
+        if overlong is not None and overlong.buffer > longest:
+            problems.append(
+                f"shaping.overlong.buffer={overlong.buffer} is more than "
+                f"rollout.max_response_tokens={longest}; lower it"
+            )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
-        problems += self._lag_problems() + self._ppo_problems()
+        problems += self._lag_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
         problems += sampling_problems(self) + generation_problems(self)
@@ -168,6 +176,10 @@ class Config(Section):
                 self.offline.rollouts is None and self.offline.behavior != "file",
                 "offline.rollouts=null",
             ),
+            "behavior=engine": (
+                self.behavior == "engine" and self.offline.behavior != "file",
+                f"offline.behavior={self.offline.behavior}, which recomputes the log-probs",
+            ),
             **{
                 f"{key}={path}": (
                     not needs_reference(self.objective.choice.needs),
@@ -175,10 +187,6 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
-            "model.teachers": (
-                self.model.teachers and self.model.reference,
-                f"model.reference={self.model.reference}, one model for all data sources",
-            ),
         }
         return [
             f"{setting}: no effect with {other}; unset one, or change the other"
@@ -243,23 +251,6 @@ class Config(Section):
             problems.append(
                 f"replay.fresh={self.replay.fresh} of rollout.prompts_per_step="
                 f"{self.rollout.prompts_per_step} rounds to no groups or to all of them; change one"
-            )
-        return problems
-
-    def _ppo_problems(self) -> list[str]:
-        problems, overlong = [], self.shaping.overlong
-        limit = self.rollout.max_response_tokens
-        if overlong is not None and overlong.kind == "soft" and overlong.buffer > limit:
-            problems.append(
-                f"shaping.overlong.buffer={overlong.buffer} is more than "
-                f"rollout.max_response_tokens={limit}; lower it"
-            )
-        if self.offline.rollouts is None:
-            return problems
-        if self.offline.behavior != "file" and self.behavior == "engine":
-            problems.append(
-                f"behavior=engine uses the log-probs in offline.rollouts, but offline.behavior="
-                f"{self.offline.behavior} recomputes them; unset one"
             )
         return problems
 
@@ -364,9 +355,8 @@ class Config(Section):
     @property
     def evaluation_files(self) -> dict[str, tuple[str, ColumnsSection]]:
         """Path and columns of every evaluation set, by config key."""
-        columns = self.eval.columns or self.data.columns
         return {
-            f"eval.sets.{name}": (item.path, item.columns or columns)
+            f"eval.sets.{name}": (item.path, item.columns or self.data.columns)
             for name, item in self.eval.sets.items()
         }
 
@@ -385,15 +375,15 @@ class Config(Section):
     @property
     def references(self) -> dict[str | None, str]:
         """Model folders of the reference policies by data source; None: of all sources."""
-        several = dict[str | None, str](self.model.teachers.items())
-        return several or {None: self.model.reference or self.model.path}
+        return self.model.references or {None: self.model.path}
 
     @property
     def given_references(self) -> dict[str, str]:
         """Model folders of the reference policies that the config names, by key."""
-        named = {"model.reference": self.model.reference}
-        named |= {f"model.teachers.{source}": path for source, path in self.model.teachers.items()}
-        return {key: path for key, path in named.items() if path}
+        return {
+            "model.reference" if source is None else f"model.reference.{source}": path
+            for source, path in self.model.references.items()
+        }
 
     @property
     def updates_per_step(self) -> int:

@@ -104,7 +104,7 @@ VERL: dict[str, str | None] = {
     "trainer.total_training_steps": "trainer.steps",
     "trainer.nnodes": "nodes in the cluster file, or --nodes",
     "trainer.n_gpus_per_node": "parallel.*, or processes_per_node in the cluster file",
-    "trainer.project_name": "logging.wandb.project",
+    "trainer.project_name": "logging.wandb",
     "trainer.experiment_name": "run.name",
     "trainer.default_local_dir": "run.dir",
     "trainer.logger": "logging.*",

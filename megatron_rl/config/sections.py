@@ -66,6 +66,25 @@ def _value(match: re.Match[str]) -> str:
 PathText = Annotated[str, AfterValidator(expand_path), _IS_PATH]
 
 
+def _check_paths(value: Any) -> Any:
+    texts = [one for pair in value.items() for one in pair] if isinstance(value, dict) else [value]
+    if value == {} or not all(isinstance(one, str) for one in texts):
+        raise ValueError("must be a path, or a mapping of data sources to paths")
+    return value
+
+
+def _expand_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: expand_path(path) for name, path in value.items()}
+    return expand_path(value)
+
+
+# One path, or one for each data source.
+PathTexts = Annotated[
+    str | dict[str, str], BeforeValidator(_check_paths), AfterValidator(_expand_paths), _IS_PATH
+]
+
+
 def is_path(annotation: Any, metadata: list[Any]) -> bool:
     """Return True for `PathText` and for `PathText | None`."""
     kinds = (annotation, *get_args(annotation))
@@ -143,12 +162,11 @@ class ModelSection(Section):
     path: PathText = ""
     """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
     `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
-    reference: PathText | None = None
+    reference: PathTexts | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
-    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`."""
-    teachers: dict[str, PathText] = {}
-    """Several such models, by the `data_source` of the prompts, such as
-    `{math: models/M, code: models/C}`; every source needs one (`docs/objectives.md`)."""
+    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`. Several
+    are a mapping by the `data_source` of the prompts, such as `{math: models/M, code: models/C}`,
+    in which every source needs one (`docs/objectives.md`)."""
     trust_remote_code: bool = False
     """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
     Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""
@@ -161,6 +179,13 @@ class ModelSection(Section):
     """Experts of a token in updates: the router's present choice (`none`), those that it chose when
     behavior log-probs were computed (`behavior`), or the engine's, in that pass and in updates
     (`engine`; `docs/routing-replay.md`)."""
+
+    @property
+    def references(self) -> dict[str | None, str]:
+        """Given models of the reference policies by data source; None: of all sources."""
+        if isinstance(self.reference, dict):
+            return dict[str | None, str](self.reference.items())
+        return {} if self.reference is None else {None: self.reference}
 
 
 class RolloutSection(Section):
@@ -198,9 +223,6 @@ class RolloutSection(Section):
     """Fraction of the device memory that the engine may use, on CUDA."""
     kv_cache_mib: Count = 256
     """Size of the engine's KV cache in MiB, on CPU."""
-    time_limit_seconds: Positive = 7200.0
-    """Time limit in seconds for generating one rollout batch or one evaluation set; n rollout
-    batches generated together have n times as long."""
     stall_seconds: Positive = 1800.0
     """Seconds without a finished response on an engine before the run ends with an error."""
     engine: dict[str, Any] = Field(default_factory=dict)
@@ -231,16 +253,21 @@ class RewardSection(Section):
     batch_size: Count = 32
     """Maximum number of responses per call of a verifier that takes lists, and of calls in progress
     per worker of one that is async."""
-    environment: list[Variable] = []
-    """Environment variables passed to the verifier in addition to the standard ones, such as an
-    API key."""
     weights: dict[RewardName, float] = Field(default_factory=dict)
     """Weight of each named reward of a verifier that returns several, such as
     `{correct: 1.0, format: 0.2}`; the reward is the weighted sum. If empty, every weight is 1. A
     weight of 0 records the reward without training on it."""
+
+
+class WorkersSection(Section):
+    """The processes that run verifiers and environments."""
+
+    variables: list[Variable] = []
+    """Environment variables that they get in addition to the standard ones, such as the API key of
+    a judge, a tool or an agent."""
     memory_gib: Positive | None = 4.0
-    """Private memory in GiB that a worker may use in addition to that of the loaded module;
-    allocations above it raise a MemoryError in the verifier. null removes the limit."""
+    """Private memory in GiB that each may use in addition to that of the loaded module; allocations
+    above it raise a MemoryError in your code. null removes the limit."""
 
 
 class AdvantageSection(Section):
@@ -321,9 +348,6 @@ class OptimizerSection(Section):
     """Term added to the square root of the second moment for numerical stability."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
-    effective_samples_power: NonNegative = 0.0
-    """Exponent p: the learning rate of each update is multiplied by its
-    `weight/effective_sample_fraction` to the power p. 0 disables it."""
 
 
 class TrainerSection(Section):
@@ -338,9 +362,6 @@ class TrainerSection(Section):
     tokens_per_micro_batch: Count = 16384
     """Maximum number of packed tokens in one forward pass; the default fits one response of full
     length."""
-    zero_advantage: Literal["skip", "compute"] = "skip"
-    """Compute responses with advantage 0 although neither loss nor gradient depends
-    on them."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and
     experts."""
@@ -353,12 +374,6 @@ class TrainerSection(Section):
     sets, a name such as `eval_macro/maj@32` or `eval/aime24/pass@8` uses that score."""
     keep_every: Count | None = None
     """Steps between checkpoints that are kept permanently; null keeps none permanently."""
-    max_consecutive_skipped_updates: Count = 3
-    """Number of consecutive updates skipped for a non-finite loss or gradient after which the run
-    ends with an error."""
-    stop_after_dead_steps: Count | None = None
-    """Number of consecutive steps in which no response has an advantage after which the run ends
-    with an error; null disables it."""
     self_test_every: Count | None = None
     """Steps between self-tests of the run (`docs/reliability.md`); null disables them."""
     stall_seconds: Positive | None = 600.0
@@ -376,9 +391,6 @@ class ReshardingSection(Section):
     """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of its
     extra memory (with vLLM's loaders, tensors are also assembled in it); null is 512 on CUDA and 64
     on a CPU."""
-    full_check_every: Annotated[int, Field(ge=0)] = 50
-    """Weight syncs between full checks, which compare every slice; the first sync is always checked
-    in full, and 0 disables further ones. Every sync compares checksums."""
     time_limit_seconds: Positive = 300.0
     """Time limit in seconds for transferring the weights in one sync."""
 
@@ -391,7 +403,7 @@ class ParallelSection(Section):
     """The actor's layout; tensor * pipeline * context * data = number of processes that train."""
 
     tensor: Count = 1
-    """Tensor parallel size."""
+    """Tensor parallel size, with sequence parallelism."""
     pipeline: Count = 1
     """Number of pipeline stages."""
     context: Count = 1
@@ -413,8 +425,6 @@ class ParallelSection(Section):
     stage_layers: list[Count] | None = None
     """Number of layers of each pipeline stage (with virtual stages: of each model chunk, in model
     order); null divides evenly where possible, otherwise with fewer layers at both ends."""
-    sequence: bool = True
-    """Use sequence parallelism if `parallel.tensor` is above 1."""
 
     @property
     def model_size(self) -> int:
@@ -432,11 +442,9 @@ class ParallelSection(Section):
 class OverlongSection(Section):
     """Length penalty (DAPO, arXiv 2503.14476, section 3.4)."""
 
-    kind: Literal["soft", "hard"] = "soft"
-    """`soft` subtracts a penalty that grows linearly to `penalty` over the last `buffer` tokens;
-    `hard` gives every truncated response the reward -`penalty`."""
     buffer: Count = 4096
-    """Number of tokens before `rollout.max_response_tokens` over which the soft penalty grows."""
+    """Number of tokens before `rollout.max_response_tokens` over which the penalty grows linearly;
+    with 1 only responses of the maximum length have it."""
     penalty: Positive = 1.0
     """Maximum penalty in units of reward."""
 
@@ -546,11 +554,8 @@ class ReplaySection(Section):
     """Size of the replay buffer in rollout batches of new groups, including the current one; 1
     disables replay."""
     fresh: Fraction = 1.0
-    """Fraction of the groups of a rollout batch that are new; the rest is sampled from the
-    buffer."""
-    sampling: Literal["uniform", "least_used"] = "uniform"
-    """Sampling from the buffer: `uniform`, or `least_used` for the groups trained the fewest times,
-    oldest first."""
+    """Fraction of the groups of a rollout batch that are new; the rest is sampled uniformly from
+    the buffer."""
 
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -574,9 +579,6 @@ class LoraSection(Section):
     targets: list[Target] = Field(default_factory=lambda: list(get_args(Target)), min_length=1)
     """Linears with an adapter: of attention `qkv` and `proj` (output), of MLPs and experts `fc1`
     (gate and up) and `fc2` (down)."""
-    init: Literal["uniform", "gaussian"] = "uniform"
-    """Distribution of A at the start: `uniform` within 1 / sqrt(inputs), or `gaussian` with
-    standard deviation 1 / rank. B starts at 0."""
     path: PathText | None = None
     """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
     `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
@@ -617,13 +619,6 @@ class EnvironmentSection(Section):
     """Time limit in seconds for one answer, without the time for which others take the processor
     cores; the process of an environment that takes longer is killed, and its conversation gets
     reward 0."""
-    memory_gib: Positive | None = 4.0
-    """Private memory in GiB that a process of a conversation may use in addition to that of the
-    loaded module; allocations above it raise a MemoryError in the environment. null removes the
-    limit."""
-    variables: list[Variable] = Field(default_factory=list)
-    """Environment variables passed to the environments in addition to the standard ones, such as
-    the API key of a tool or an agent."""
     on_error: Literal["end", "zero"] = "end"
     """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
     run, `zero` ends the conversation with reward 0."""
@@ -674,9 +669,6 @@ class ColumnsSection(Section):
     source: str | None = None
     """Column of the data source; null uses the column `data_source` if it exists, otherwise the
     file's name."""
-    tools: str | None = None
-    """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
-    uses the column `tools` if it exists (`docs/prompts.md`)."""
     completion: str = "completion"
     """With `sft`, column of the answer to `prompt`, a text or a list of chat messages, for rows
     whose messages do not end with the assistant's."""
@@ -700,13 +692,15 @@ class DataSection(Section):
     """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
     saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
-    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`."""
+    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`: a
+    file or data set in its forms, its relative share of every rollout batch (1 by default), and its
+    columns (those of `data.columns`)."""
     epochs: Positive | None = None
     """Length of the run in passes over the training prompts, instead of `trainer.steps`, which the
     start of the run computes from it (`docs/prompts.md`); null uses `trainer.steps`."""
     columns: ColumnsSection = ColumnsSection()
-    """Column names of `data.train`, and of `eval.sets` if `eval.columns` is null; the default is
-    the schema of DAPO-Math-17k."""
+    """Column names of all files that have none of their own; the default is the schema of
+    DAPO-Math-17k."""
     max_prompt_tokens: Count = 1024
     """Maximum prompt length in tokens."""
     too_long: Literal["error", "skip"] = "error"
@@ -750,7 +744,7 @@ class EvaluationSetSection(Section):
     path: PathText
     """File or data set of prompts, in the forms of `data.train`."""
     columns: ColumnsSection | None = None
-    """Column names of this set; null uses `eval.columns`."""
+    """Column names of this set; null uses `data.columns`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -768,9 +762,8 @@ class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
     sets: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`."""
-    columns: ColumnsSection | None = None
-    """Column names of sets without their own; null uses `data.columns`."""
+    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`, with
+    columns other than those of `data.columns`."""
     every: Count = 10
     """Steps between evaluations."""
     samples: Count = 32
@@ -790,34 +783,8 @@ class SftSection(Section):
     turns: Literal["all", "last"] = "all"
     """Messages of the assistant that are trained: all of a conversation, or its last one."""
     validation: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Sets of conversations whose loss is computed every `eval.every` steps, by name, each a path
-    or `{path, columns}`."""
-
-
-class WandbSection(Section):
-    """Weights & Biases; used only if a project is set."""
-
-    project: str
-    """Name of the project."""
-    entity: str | None = None
-    """User or team; null uses the default of the login."""
-
-
-class MlflowSection(Section):
-    """MLflow; used only if an experiment is set."""
-
-    experiment: str
-    """Name of the experiment; created if it does not exist."""
-    tracking_uri: str | None = None
-    """Address of the tracking server, such as `http://mlflow:5000`; null uses the environment
-    variable `MLFLOW_TRACKING_URI`, or MLflow's default."""
-
-
-class TrackioSection(Section):
-    """trackio; used only if a project is set."""
-
-    project: str
-    """Name of the project, which `trackio show --project NAME` opens."""
+    """Sets of conversations whose loss is computed every `eval.every` steps, by name, in the forms
+    of `eval.sets`."""
 
 
 def _check_keep_rollouts(value: Any) -> Any:
@@ -847,9 +814,10 @@ class LoggingSection(Section):
     """Rollouts that are kept in `rollouts/`: `all` keeps everything, a number N keeps everything of
     the newest N steps and a sample of groups of each older step, `sampled` keeps that sample of
     every step (`docs/reliability.md`)."""
-    wandb: WandbSection | None = None
-    """Weights & Biases project to log to; null disables it."""
-    mlflow: MlflowSection | None = None
-    """MLflow experiment to log to; null disables it."""
-    trackio: TrackioSection | None = None
-    """trackio project to log to; null disables it."""
+    wandb: str | None = None
+    """Weights & Biases project to log to, as `PROJECT` or `ENTITY/PROJECT`; null disables it."""
+    mlflow: str | None = None
+    """MLflow experiment to log to, created if it does not exist; null disables it. The environment
+    variable `MLFLOW_TRACKING_URI` has the address of its server."""
+    trackio: str | None = None
+    """trackio project to log to, which `trackio show --project NAME` opens; null disables it."""

@@ -116,7 +116,6 @@ def plan_minibatches(
     minibatches: int,
     tokens_per_micro_batch: int,
     topology: Topology,
-    sequence_parallel: bool,
     gemm_tokens: int = 1,
     computed: Sequence[bool] | None = None,
     counted: Sequence[bool] | None = None,
@@ -130,7 +129,7 @@ def plan_minibatches(
     Collective over all processes, unless every rank has the tokens of all rollouts.
     Raises ValueError when the groups cannot be divided into minibatches.
     """
-    alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    alignment = topology.alignment
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
     planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):

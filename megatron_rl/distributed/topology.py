@@ -73,12 +73,10 @@ class Topology:
         """Required multiple of the number of micro-batches; pp_size if stages are interleaved."""
         return self.pp_size if self.virtual_stages > 1 else 1
 
-    def alignment(self, *, sequence_parallel: bool) -> int:
-        """Return the multiple to which every sequence is padded.
-
-        2 * cp chunks, each split over tp under sequence parallelism.
-        """
-        return 2 * self.cp_size * (self.tp_size if sequence_parallel else 1)
+    @property
+    def alignment(self) -> int:
+        """Multiple to which every sequence is padded: 2 * cp chunks, each split over tp."""
+        return 2 * self.cp_size * self.tp_size
 
 
 def _device(name: str | torch.device) -> torch.device:

@@ -94,8 +94,10 @@ class AdapterResharder:
 
         Factors are small, so every slice of every push is checked.
         """
-        checked = base.settings.model_copy(update={"full_check_every": 1})
-        return cls(base, Resharder(receiver, checked, base.ranks_per_node, base.link))
+        factors = Resharder(
+            receiver, base.settings, base.ranks_per_node, base.link, full_check_every=1
+        )
+        return cls(base, factors)
 
     def push(self, source: WeightSource, *, version: int) -> SyncStats:
         """Transfer the factors, and the base weights if the engine lacks them. Collective.

@@ -101,7 +101,6 @@ class RolloutEngine(Protocol):
         *,
         samples: int,
         sampling: SamplingSettings | Sequence[SamplingSettings],
-        batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
         on_all_ranks: bool = True,
@@ -110,7 +109,6 @@ class RolloutEngine(Protocol):
         """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
 
         sampling: settings for all prompts, or one per prompt.
-        batches: multiplies the time limit, for calls that generate several rollout batches.
         on_response: called on one rank for each response as soon as it is finished.
         on_all_ranks: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
             rank that generated them (`types.Response.owner`).

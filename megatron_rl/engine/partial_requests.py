@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.token_rows import fetch_responses
-from megatron_rl.engine.engine import GenerationStopped, RolloutWindow
+from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.requests import (
-    CLEAN_UP_SECONDS,
     POLL_INTERVAL_STEPS,
     Generated,
-    any_rank_of_engine,
-    hard_timeout,
+    StallLimit,
     sampling_params,
 )
 from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
@@ -87,24 +85,24 @@ class PartialRequests:
         self,
         assigned: Sequence[tuple[Key, Prompt, Response | None, RolloutWindow]],
         *,
-        time_limit: float,
+        stall_limit: float,
         on_step: Callable[[], object] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> dict[Key, PartialRequest]:
         """Continue each response up to the token limit of its window, or to its end.
 
         Paused requests continue; a response without one gets a new request, which recomputes its
-        KV cache. Any error leaves no request in flight; TimeoutError, and GenerationStopped if
-        `should_stop` returned true, are raised on all ranks of the engine.
+        KV cache. Any error leaves no request in flight; TimeoutError after `stall_limit` seconds
+        in which none got there, and GenerationStopped if `should_stop` returned true, are raised on
+        all ranks of the engine.
         """
         live: dict[Key, PartialRequest] = {}
         masks = None
         if self.masks is not None:
             masks = self.masks.begin(part.sampling for *_, part in assigned)
-        start = time.monotonic()
+        limits = StallLimit(stall_limit)
         try:
-            limit = time_limit + CLEAN_UP_SECONDS
-            with preserved_generators(), hard_timeout(limit, limit):
+            with preserved_generators(), limits.hard_timeout() as made_progress:
                 for key, prompt, started, part in assigned:
                     live[key] = self._resume(key, prompt, started, part)
                 if self.max_num_seqs is not None and len(live | self.paused) > self.max_num_seqs:
@@ -119,18 +117,14 @@ class PartialRequests:
                 steps = 0
                 while remaining:
                     if steps % POLL_INTERVAL_STEPS == 0:
-                        late, stopped = any_rank_of_engine(
-                            time.monotonic() - start > time_limit, should_stop()
-                        )
-                        if stopped:
-                            raise GenerationStopped
-                        if late:
-                            raise TimeoutError(
-                                f"{len(remaining)} of {len(assigned)} responses did not reach "
-                                f"their token limit in {time_limit:g} s; raise the limit"
-                            )
+                        finished = len(assigned) - len(remaining)
+                        limits.check(None, should_stop(), finished, len(assigned))
                     steps += 1
+                    before = len(remaining)
                     self._step(remaining, masks)
+                    if len(remaining) < before:
+                        limits.made_progress()
+                        made_progress()
                     on_step()
         except BaseException:
             self.paused |= live

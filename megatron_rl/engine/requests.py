@@ -391,7 +391,6 @@ def run_requests(
     core: Any,
     requests: Sequence[SequenceRequest],
     *,
-    time_limit: float,
     stall_limit: float,
     on_finished: Finished,
     on_step: Callable[[], object] = lambda: None,
@@ -404,13 +403,13 @@ def run_requests(
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
     further: a source of requests that start between steps, until it waits for nothing.
     lora_request: vLLM's LoRARequest of the adapters that all requests use; None: of none.
-    All ranks of the engine raise together, which leaves it idle: TimeoutError after `time_limit`
-    seconds or after `stall_limit` seconds without a finished request or an answer; the error of
-    `on_finished` if it raised (RuntimeError on the other ranks); GenerationStopped if `should_stop`
-    returned true on any rank. If a step does not return, because another rank of the engine hangs
-    or died, the process exits with a message: vLLM waits in a loop that cannot be interrupted.
+    All ranks of the engine raise together, which leaves it idle: TimeoutError after `stall_limit`
+    seconds without a finished request or an answer; the error of `on_finished` if it raised
+    (RuntimeError on the other ranks); GenerationStopped if `should_stop` returned true on any rank.
+    If a step does not return, because another rank of the engine hangs or died, the process exits
+    with a message: vLLM waits in a loop that cannot be interrupted.
     """
-    limits = _Limits(time_limit, stall_limit)
+    limits = StallLimit(stall_limit)
     running: dict[str, int] = {}  # positions of requests, by their names in vLLM
     add = partial(_add, core, running, lora_request=lora_request)
     try:
@@ -482,45 +481,35 @@ def run_on_every_rank(
     return own, seconds
 
 
-class _Limits:
-    """Time limits of one call, checked by all ranks of an engine together."""
+class StallLimit:
+    """Seconds without progress of one call, checked by all ranks of an engine together."""
 
-    def __init__(self, total: float, stall: float) -> None:
-        self.total, self.stall = total, stall
-        self.started = self.last_progress = time.monotonic()
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.last_progress = time.monotonic()
 
     def made_progress(self) -> None:
         self.last_progress = time.monotonic()
 
     def hard_timeout(self) -> AbstractContextManager[Callable[[], None]]:
-        return hard_timeout(self.total + CLEAN_UP_SECONDS, self.stall + CLEAN_UP_SECONDS)
+        return hard_timeout(self.seconds + CLEAN_UP_SECONDS)
 
     def check(
         self, failure: Exception | None, should_stop: bool, finished: int, total: int
     ) -> None:
-        """Raise if a limit is exceeded, or if any rank of the engine failed or has to stop."""
-        now = time.monotonic()
-        late, stalled, failed, stopped = any_rank_of_engine(
-            now - self.started > self.total, now - self.last_progress > self.stall,
-            failure is not None, should_stop,
-        )  # fmt: skip
+        """Raise if the limit is exceeded, or if any rank of the engine failed or has to stop."""
+        is_late = time.monotonic() - self.last_progress > self.seconds
+        stalled, failed, stopped = any_rank_of_engine(is_late, failure is not None, should_stop)
         if failed:
             raise failure or RuntimeError("another rank of this engine failed")
         if stopped:
             raise GenerationStopped
-        if late or stalled:
-            limit = self.total if late else self.stall
-            count = f"{finished} of {total} responses were finished"
-            raise TimeoutError(f"{count} {_limit_message(limit, late=late)}")
-
-
-def _limit_message(limit: float, *, late: bool) -> str:
-    if late:
-        return f"after {limit:g} s; generate fewer or shorter ones, or raise the limit"
-    return (
-        f"and none in the last {limit:g} s: the engine hangs, or its responses take longer than "
-        "rollout.stall_seconds allows"
-    )
+        if stalled:
+            raise TimeoutError(
+                f"{finished} of {total} responses were finished and none in the last "
+                f"{self.seconds:g} s: the engine hangs, or its responses take longer than "
+                "rollout.stall_seconds allows"
+            )
 
 
 def _error_of(on_finished: Finished, position: int, output: Any) -> Exception | None:
@@ -553,8 +542,8 @@ def tensor_group() -> Any:
 
 
 @contextmanager
-def hard_timeout(total: float, idle: float) -> Iterator[Callable[[], None]]:
-    """Exit this process after `total` seconds in the block, or `idle` seconds without progress.
+def hard_timeout(idle: float) -> Iterator[Callable[[], None]]:
+    """Exit this process after `idle` seconds in the block without progress.
 
     Yields a function to call on progress. Needed for an engine step that does not return, which no
     Python exception can interrupt.
@@ -567,13 +556,12 @@ def hard_timeout(total: float, idle: float) -> Iterator[Callable[[], None]]:
         since = time.monotonic()
 
     def watch() -> None:
-        start = since
         while not is_finished.wait(min(1.0, idle / 10)):
-            now = time.monotonic()
-            if now - start > total or now - since > idle:
+            seconds = time.monotonic() - since
+            if seconds > idle:
                 sys.stderr.write(
                     f"megatron-rl: rank {dist.get_rank()}: an engine step did not return, "
-                    f"and no response finished for {now - since:.0f} s: the engine hangs, or "
+                    f"and no response finished for {seconds:.0f} s: the engine hangs, or "
                     "another of its ranks hangs or died\n"
                 )
                 sys.stderr.flush()

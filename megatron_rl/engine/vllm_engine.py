@@ -183,13 +183,12 @@ class VllmEngine:
         *,
         samples: int,
         sampling: SamplingSettings | Sequence[SamplingSettings],
-        batches: int = 1,
         on_progress: ProgressCallback | None = None,
         on_response: OnFinished | None = None,
         on_all_ranks: bool = True,
         conversations: ConversationSettings | None = None,
     ) -> list[Response]:
-        """Implement `RolloutEngine.generate` within `batches` times the time limit. Collective.
+        """Implement `RolloutEngine.generate`. Collective.
 
         Each sample's seed is derived from (sampling.seed, prompt, sample): responses do not depend
         on the layout or on other requests in the batch. Raises ValueError if a prompt does not fit.
@@ -224,9 +223,9 @@ class VllmEngine:
             if not self._partial.paused:
                 self._llm.reset_prefix_cache()
             if further is not None:
-                return further.run(partial(self._run, batches=batches))
+                return further.run(self._run)
             requests = sampling_requests(own, samples=samples, stop=self._stop)
-            self._run(requests, batches=batches, on_finished=finished.add)
+            self._run(requests, on_finished=finished.add)
             return finished.own
 
         generated = self._gather(run, on_all_ranks=on_all_ranks)
@@ -249,11 +248,11 @@ class VllmEngine:
         assigned = fetch_started(parts, self._partial.paused, engine=engine, engines=engines)
 
         def run() -> list[Generated]:
-            own, limit = [item[1:] for item in assigned], self.settings.time_limit_seconds
+            own, limit = [item[1:] for item in assigned], self.settings.stall_seconds
             self._partial.version, self._partial.lora_request = self._version, self._lora_request
             requests = self._partial.run(
                 own,
-                time_limit=limit,
+                stall_limit=limit,
                 on_step=self._hooks.on_step,
                 should_stop=self._hooks.should_stop,
             )
@@ -376,9 +375,9 @@ class VllmEngine:
     def _lora_request(self) -> Any:
         return self._adapters and self._adapters.request(self._version)
 
-    def _run(self, requests: Sequence[SequenceRequest], *, batches: int = 1, **calls: Any) -> None:
+    def _run(self, requests: Sequence[SequenceRequest], **calls: Any) -> None:
         run_requests(
-            self._llm.llm_engine, requests, time_limit=batches * self.settings.time_limit_seconds,
+            self._llm.llm_engine, requests,
             stall_limit=self.settings.stall_seconds, on_step=self._hooks.on_step,
             should_stop=self._hooks.should_stop, lora_request=self._lora_request, **calls,
         )  # fmt: skip

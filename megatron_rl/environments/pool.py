@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.sections import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection, WorkersSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -31,10 +31,11 @@ class EnvironmentPool(Workers):
     def __init__(
         self,
         settings: EnvironmentSection,
+        workers: WorkersSection | None = None,
         *,
         echo: Callable[[str], object] | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, workers = settings, workers or WorkersSection()
         self.answered = 0  # total number of results, to detect progress
         self._numbers = itertools.count()
         self._journal: Path | None = None
@@ -49,12 +50,11 @@ class EnvironmentPool(Workers):
                 "time_limit": settings.time_limit_seconds,
                 "on_error": settings.on_error,
                 "max_rewrites": settings.max_rewrites,
-                "memory_gib": settings.memory_gib,
+                "memory_gib": workers.memory_gib,
                 "longest_line": 500,
                 "most_lines": 1000,
             },
-            variables=settings.variables,
-            named_by="environment.variables",
+            variables=workers.variables,
             error=BrokenEnvironmentError,
             echo=echo,
         )

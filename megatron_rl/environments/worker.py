@@ -126,9 +126,7 @@ class Worker:
     def _failure(self, error: BaseException) -> Message:
         kind = "lost" if isinstance(error, InfrastructureError) else "failed"
         kind = "rewritten" if isinstance(error, RewrittenHistoryError) else kind
-        text, trace = describe_error(
-            error, setting="environment.memory_gib", memory_gib=self._settings["memory_gib"]
-        )
+        text, trace = describe_error(error, memory_gib=self._settings["memory_gib"])
         if isinstance(error, UserError):
             text = str(error)
         elif place := _place(error):

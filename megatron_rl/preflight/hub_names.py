@@ -51,7 +51,7 @@ def resolve_hub_names(
 
 def is_model(key: str) -> bool:
     """Return True for the key of a model, also of one of several."""
-    return key in MODELS or key.startswith("model.teachers.")
+    return key in MODELS or key.startswith("model.reference.")
 
 
 def find_cached_config(name: str) -> Path | None:

@@ -30,11 +30,6 @@ def layout_problems(config: Config, shape: ModelShape, world_size: int) -> list[
     parallel, rollout = config.parallel, config.rollout
     problems = engine_layout_problems(config, shape, world_size)
     problems += cut_problems(parallel, shape)
-    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
-        problems.append(
-            f"parallel.sequence=false: Megatron trains experts under parallel.tensor="
-            f"{parallel.tensor} with sequence parallelism only; leave it true"
-        )
     slices = parallel.expert_tensor_size
     if config.lora is not None and shape.experts and slices not in (1, parallel.tensor):
         problems.append(

@@ -70,7 +70,10 @@ def _run_problems(config: Config, *, world_size: int, is_local: bool) -> list[st
             usable = {key: file for key, file in files.items() if not _is_named(key, problems)}
             problems += prompt_problems(config, shape, usable)[0]
         return problems + _weight_problems(config, shape, problems)
-    with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
+    with (
+        start_trial(config) as trial,
+        start_environment_trial(config) as environment,
+    ):
         problems, shape = settings_problems(config, world_size=world_size, is_local=is_local)
         return problems + _input_problems(
             config,
@@ -85,7 +88,10 @@ def _run_problems(config: Config, *, world_size: int, is_local: bool) -> list[st
 
 def check_evaluation_run(config: Config, files: Files, *, world_size: int) -> None:
     """Raise ConfigError listing why this evaluation cannot start here."""
-    with start_trial(config.reward) as trial, start_environment_trial(config) as environment:
+    with (
+        start_trial(config) as trial,
+        start_environment_trial(config) as environment,
+    ):
         problems, shape = evaluation_problems(config, files, world_size=world_size)
         problems += _input_problems(config, shape, files, trial, environment, problems)
     problems = [re.sub("^model.path: ", "--model: ", problem) for problem in problems]

@@ -88,11 +88,11 @@ def vote_problems(
 
 
 @contextlib.contextmanager
-def start_trial(reward: RewardSection) -> Iterator[VerifierTrial]:
+def start_trial(config: Config) -> Iterator[VerifierTrial]:
     """Start a worker that loads the verifier, and stop it when the context exits."""
-    printed: list[str] = []
+    reward, printed = config.reward, list[str]()
     try:
-        pool = VerifierPool(reward, echo=printed.append)
+        pool = VerifierPool(reward, config.workers, echo=printed.append)
     except VerifierError as error:
         yield VerifierTrial(reward, None, printed, str(error))
         return
@@ -236,7 +236,7 @@ def start_environment_trial(config: Config) -> Iterator[EnvironmentTrial]:
         return
     try:
         settings = config.environment.model_copy(update={"on_error": "zero"})
-        pool = EnvironmentPool(settings, echo=printed.append)
+        pool = EnvironmentPool(settings, config.workers, echo=printed.append)
     except BrokenEnvironmentError as error:
         yield EnvironmentTrial(config, None, problem=str(error))
         return

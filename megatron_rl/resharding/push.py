@@ -255,13 +255,15 @@ class Resharder:
     weights are loaded through vLLM's loaders. ranks_per_node: weights cross between nodes once and
     are forwarded within each; None: one node. link: joins trainers, whose receiver is
     `EnginesElsewhere`, and engines, whose source has no parameters and the link's number of this
-    rank; None: every rank trains and generates.
+    rank; None: every rank trains and generates. full_check_every: transfers of which the first
+    compares every slice; all compare checksums.
     """
 
     receiver: WeightReceiver | EnginesElsewhere
     settings: ReshardingSection = field(default_factory=ReshardingSection)
     ranks_per_node: int | None = None
     link: Link | None = None
+    full_check_every: int = 50
     _pushes: int = 0
     _frozen: FrozenTensors = field(default_factory=FrozenTensors)
     _plans: dict[tuple[ModelShape, ActorLayout, bool, bool], RankPlan] = field(default_factory=dict)
@@ -316,8 +318,7 @@ class Resharder:
         plan = self._plan(source, fused=has_fused_names(parameters), direct=live is not None)
         plan_seconds = time.perf_counter() - start
         dtype = self.receiver.dtype
-        interval = self.settings.full_check_every
-        full = self._pushes % interval == 0 if interval else self._pushes == 0
+        full = self._pushes % self.full_check_every == 0
         common: dict[str, Any] = {
             "plan": plan,
             "parameters": parameters,

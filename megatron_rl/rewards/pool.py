@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.sections import RewardSection
+from megatron_rl.config.sections import RewardSection, WorkersSection
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
 from megatron_rl.types import GradeResult
@@ -28,18 +28,20 @@ _LOOK_SECONDS = 1.0  # between two reports of progress
 class VerifierPool(Workers):
     """The worker processes of a verifier, kept for all steps.
 
-    cores: workers, unless the settings say how many. echo: receives the first lines that the
-    verifier prints for each batch.
+    workers: limits of their processes; cores: their number, unless the settings say how many. echo:
+    receives the first lines that the verifier prints for each batch.
     """
 
     def __init__(
         self,
         settings: RewardSection,
+        workers: WorkersSection | None = None,
         *,
         cores: int = 1,
         echo: Callable[[str], object] | None = None,
     ) -> None:
         self.settings, name = settings, settings.verifier or MATH_ANSWER
+        workers = workers or WorkersSection()
         self.named = NamedRewards(settings.weights, verifier=name)
         self.num_graded = 0  # total number of results, to detect progress
         self.keys = itertools.count()  # never used again, so no late answer goes to another batch
@@ -52,12 +54,11 @@ class VerifierPool(Workers):
                 "workers": settings.workers or cores,
                 "batch_size": settings.batch_size,
                 "time_limit": settings.time_limit_seconds,
-                "memory_gib": settings.memory_gib,
+                "memory_gib": workers.memory_gib,
                 "longest_line": 2000,
                 "most_lines": MOST_LINES,
             },
-            variables=settings.environment,
-            named_by="reward.environment",
+            variables=workers.variables,
             error=VerifierError,
             echo=echo,
         )

@@ -78,9 +78,7 @@ class Call:
                 return [read_grade(one, name=self.name) for one in self._as_list(value, items)]
             return [self._grade_one(item) for item in items]
         except BaseException as error:  # noqa: BLE001 - whatever it is, the trainer decides
-            _, trace = describe_error(
-                error, setting="reward.memory_gib", memory_gib=self._memory_gib
-            )
+            _, trace = describe_error(error, memory_gib=self._memory_gib)
             return {"error": trace}
 
     def _check_signature(self, names: list[str]) -> None:

@@ -94,7 +94,6 @@ class WindowLogprobs(BehaviorLogprobs):
             minibatches=1,
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             topology=self.actor.topology,
-            sequence_parallel=self.actor.sequence_parallel,
             gemm_tokens=self.actor.settings.gemm_tokens,
         )
         packs = minibatch.micro_batches
@@ -165,7 +164,6 @@ def check_engine(
         minibatches=1,
         tokens_per_micro_batch=tokens_per_micro_batch,
         topology=actor.topology,
-        sequence_parallel=actor.sequence_parallel,
         gemm_tokens=actor.settings.gemm_tokens,
     )
     packs = minibatch.micro_batches

@@ -85,7 +85,6 @@ class DemonstrationSource(RolloutSource):
             minibatches=1,
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
             topology=actor.topology,
-            sequence_parallel=actor.sequence_parallel,
             gemm_tokens=actor.settings.gemm_tokens,
         )
         return minibatch

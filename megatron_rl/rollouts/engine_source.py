@@ -254,7 +254,6 @@ class EngineSource(RolloutSource):
                 prompts,
                 samples=size,
                 sampling=sampling,
-                batches=math.ceil(len(prompts) / settings.prompts_per_step),
                 on_progress=advance,
                 on_response=self.grader.begin(prompts, samples=size),
                 on_all_ranks=False,

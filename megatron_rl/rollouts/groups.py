@@ -38,8 +38,6 @@ def shape_reward(rollout: Rollout, config: Config) -> float:
     if shaping.overlong is None:
         return reward
     penalty = shaping.overlong.penalty
-    if shaping.overlong.kind == "hard":
-        return -penalty if is_truncated(rollout) else reward
     length = rollout.response.length
     return reward - penalty * overlong_fraction(length, limit=limit, buffer=shaping.overlong.buffer)
 

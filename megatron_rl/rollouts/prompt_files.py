@@ -58,10 +58,10 @@ def read_sets(
 
 def _check_teachers(config: Config, sources: set[str]) -> None:
     """Raise ConfigError for a teacher of a data source that no training prompt has."""
-    for source in config.model.teachers:
+    for source in filter(None, config.model.references):
         if source not in sources:
             raise ConfigError(
-                f"model.teachers.{source}: no training prompt has this data_source; they have "
+                f"model.reference.{source}: no training prompt has this data_source; they have "
                 f"{', '.join(sorted(sources))}: correct the name, or remove it"
             )
 
@@ -193,7 +193,7 @@ def _read_set(
 ) -> Iterator[Prompt]:
     """Yield a set's prompts; sources: receives the data sources of training prompts."""
     path, columns = file
-    teachers = config.model.teachers if key in config.training else {}
+    teachers = list(filter(None, config.model.references)) if key in config.training else []
     data, highest = config.data, 0
     conversations, limit = None, data.max_prompt_tokens
     try:
@@ -220,7 +220,7 @@ def _read_set(
                 place = name_row(Path(path), prompt.index)
                 raise ConfigError(
                     f"{place}: data_source {prompt.data_source!r} has no "
-                    f"teacher in model.teachers, which has {', '.join(teachers)}; add one under "
+                    f"teacher in model.reference, which has {', '.join(teachers)}; add one under "
                     "this name"
                 )
             if teachers and sources is not None:

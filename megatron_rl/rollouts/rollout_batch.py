@@ -314,14 +314,14 @@ def build_rollout_batch(
 ) -> RolloutBatch:
     """Pack groups with their frozen log-probs; collective.
 
-    Rollouts without an advantage other than 0 are packed only if the objective or
-    `trainer.zero_advantage` needs them: their gradient is 0, but the denominators count them.
+    Rollouts without an advantage other than 0 are packed only if the objective needs them: their
+    gradient is 0, but the denominators count them.
     Rollouts masked by `shaping.truncated` are in neither. A partial rollout batch may have fewer
     minibatches.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
-    all_computed = config.trainer.zero_advantage == "compute" or objective.uses_zero_advantage
+    all_computed = objective.uses_zero_advantage
     counted = [not is_masked(rollout, config) for rollout in rollouts]
     learns = [one for group in groups for one in group.learns]
     computed = [one and (all_computed or own) for one, own in zip(counted, learns, strict=True)]
@@ -331,7 +331,6 @@ def build_rollout_batch(
         minibatches=math.gcd(len(groups), config.trainer.minibatches),
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=topology,
-        sequence_parallel=config.parallel.sequence and topology.tp_size > 1,
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
         computed=computed,
         counted=counted,

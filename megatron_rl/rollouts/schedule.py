@@ -85,7 +85,6 @@ class Schedule:
     steps: int
     sync_weights_every: int = 1
     capacity: int = 1
-    sampling: str = "uniform"
 
     def __post_init__(self) -> None:
         if self.capacity * self.fresh < self.groups:
@@ -145,10 +144,7 @@ class Schedule:
             if held[slot].times_trained
             and self.is_kept(held[slot].first_trained_at_step, after=step - 1)
         )
-        if self.sampling == "uniform":
-            order = generator.sample(kept, len(kept))
-        else:  # least_used
-            order = sorted(kept, key=lambda slot: (held[slot].times_trained, slot))
+        order = generator.sample(kept, len(kept))
         chosen = new + order[: self.groups - len(new)]
         assert len(chosen) == self.groups, f"step {step} lacks groups to replay"
         return generator.sample(chosen, len(chosen))  # every minibatch has some of both
@@ -206,7 +202,6 @@ def build_schedule(config: Config) -> Schedule:
         steps=config.trainer.steps,
         sync_weights_every=config.lag.sync_weights_every,
         capacity=config.replay.capacity,
-        sampling=config.replay.sampling,
     )
 
 

@@ -74,15 +74,13 @@ from megatron_rl.types import Rollout
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
     "trainer.keep_best", "trainer.keep_every", "trainer.self_test_every", "trainer.stall_seconds",
-    "trainer.max_consecutive_skipped_updates", "trainer.stop_after_dead_steps",
     "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
-    "reward.workers", "reward.time_limit_seconds", "reward.on_error", "reward.environment",
-    "reward.memory_gib", "environment.memory_gib", "environment.time_limit_seconds",
-    "environment.variables", "environment.on_error",
-    "parallel.", "rollout.tensor", "rollout.expert_parallel", "rollout.gpu_memory_utilization",
-    "rollout.max_num_seqs", "rollout.kv_cache_mib", "rollout.time_limit_seconds",
-    "rollout.stall_seconds", "optimizer.learning_rate", "optimizer.min_learning_rate",
-    "optimizer.max_grad_norm", "optimizer.decay", "model.transformer_engine",
+    "reward.workers", "reward.time_limit_seconds", "reward.on_error", "workers.",
+    "environment.time_limit_seconds", "environment.on_error", "parallel.", "rollout.tensor",
+    "rollout.expert_parallel", "rollout.gpu_memory_utilization", "rollout.max_num_seqs",
+    "rollout.kv_cache_mib", "rollout.stall_seconds", "optimizer.learning_rate",
+    "optimizer.min_learning_rate", "optimizer.max_grad_norm", "optimizer.decay",
+    "model.transformer_engine",
 )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config import Config
-from megatron_rl.config.sections import MlflowSection, TrackioSection, WandbSection
 from megatron_rl.runs.directory import flatten
 from megatron_rl.runs.files import read_rows
 from megatron_rl.runs.rollouts import describe_rollout, printable, shorten
@@ -113,17 +112,18 @@ def tensorboard_tag(key: str) -> str:
 class WandbLogger:
     """A Weights & Biases run, the same for all starts of a run."""
 
-    def __init__(self, folder: Path, settings: WandbSection, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, config: dict[str, Any]) -> None:
         import wandb
 
-        self._wandb, self._folder, self._settings = wandb, folder, settings
+        self._wandb, self._folder, self._project = wandb, folder, project
         self._config, self._run = config, None
 
     def start(self, first_step: int) -> None:
         """Create or continue the W&B run."""
+        entity, _, project = self._project.rpartition("/")
         run = self._run = self._wandb.init(
-            project=self._settings.project,
-            entity=self._settings.entity,
+            project=project,
+            entity=entity or None,  # None: the default of the login
             name=self._folder.name,
             id=_own_id(self._folder / "wandb_id"),
             resume="allow",
@@ -158,23 +158,22 @@ class WandbLogger:
 class MlflowLogger:
     """An MLflow run, the same for all starts of a run; config values are its parameters."""
 
-    def __init__(self, folder: Path, settings: MlflowSection, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, experiment: str, config: dict[str, Any]) -> None:
         import mlflow
 
-        self._mlflow, self._folder, self._settings = mlflow, folder, settings
+        self._mlflow, self._folder, self._experiment = mlflow, folder, experiment
         self._config, self._run_file = config, folder / "mlflow_run_id"
 
     def start(self, first_step: int) -> None:
         """Create or continue the MLflow run."""
-        self._client = self._mlflow.MlflowClient(tracking_uri=self._settings.tracking_uri)
+        self._client = self._mlflow.MlflowClient()
         if self._run_file.is_file():
             self._run_id = self._run_file.read_text(encoding="utf-8")
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        known = self._client.get_experiment_by_name(self._settings.experiment)
-        experiment = known.experiment_id if known else self._client.create_experiment(
-            self._settings.experiment
-        )  # fmt: skip
+        name = self._experiment
+        known = self._client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else self._client.create_experiment(name)
         self._run_id = self._client.create_run(experiment, run_name=self._folder.name).info.run_id
         values = [self._mlflow.entities.Param(key, str(value)) for key, value in
                   flatten(self._config).items()]  # fmt: skip
@@ -198,17 +197,17 @@ class MlflowLogger:
 class TrackioLogger:
     """A trackio run, the same for all starts of a run."""
 
-    def __init__(self, folder: Path, settings: TrackioSection, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, project: str, config: dict[str, Any]) -> None:
         import trackio
 
-        self._trackio, self._folder, self._settings = trackio, folder, settings
+        self._trackio, self._folder, self._project = trackio, folder, project
         self._config, self._run = config, None
 
     def start(self, first_step: int) -> None:
         """Create or continue the run, which trackio finds by its name."""
         name = f"{self._folder.name}-{_own_id(self._folder / 'trackio_id')}"
         self._run = self._trackio.init(
-            project=self._settings.project, name=name, resume="allow", config=self._config
+            project=self._project, name=name, resume="allow", config=self._config
         )
 
     def log(self, step: int, numbers: Numbers, sample: Sample) -> None:

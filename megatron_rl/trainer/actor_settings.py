@@ -35,7 +35,6 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         warmup_updates=config.warmup_updates,
         total_updates=config.trainer.steps * config.updates_per_step,
         dtype=compute_dtype(config, topology),
-        sequence_parallel=config.parallel.sequence,
         recompute=config.trainer.recompute,
         temperature=config.rollout.temperature,
         transformer_engine=config.model.transformer_engine,

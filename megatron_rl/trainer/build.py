@@ -52,7 +52,6 @@ from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.prompt_sets import PromptSets, share_prompt_sets
 from megatron_rl.rollouts.remote_source import RemotePartialSource, RemoteSource
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import Interruption
@@ -70,7 +69,7 @@ from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
-from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.startup import (
     GRACE,
@@ -284,7 +283,7 @@ def _build_trainer(
     clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
     recorder = Recorder(config, writer, log, console, clock)
     buffer = GroupBuffer(build_schedule(config))
-    faults = SkippedUpdates(writer, console, config.trainer.max_consecutive_skipped_updates)
+    faults = SkippedUpdates(writer, console)
     checkpoints = CheckpointKeeper(
         config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
     )
@@ -413,7 +412,7 @@ def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None
 def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
     """Build the verifier pool of this rank; its output goes to the log of the run."""
     log = Console(is_main_rank=True, log_file=directory.log_file).log
-    return VerifierPool(config.reward, cores=cores_of_rank(), echo=log)
+    return VerifierPool(config.reward, config.workers, cores=cores_of_rank(), echo=log)
 
 
 def build_engine(

@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import reduce_sum
-from megatron_rl.errors import UserError
 from megatron_rl.objectives import ObjectiveSpec
 from megatron_rl.objectives.named import suggest_tolerances
 from megatron_rl.objectives.spec import Bounds
@@ -95,28 +94,11 @@ class LearningCheck:
     config: Config
     reported: set[str] = field(default_factory=set)
     useless_steps: int = 0
-    dead_steps: int = 0  # the last consecutive steps in which no response had an advantage
     has_learned: bool = False  # an earlier step had advantages
 
     def count(self, zero_fraction: float) -> None:
         """Count a step by its fraction of responses without advantage."""
-        self.dead_steps = self.dead_steps + 1 if zero_fraction == 1 else 0
         self.has_learned |= zero_fraction < 1
-
-    def stop_if_dead(self, batch: RolloutBatch) -> None:
-        """Raise UserError after `trainer.stop_after_dead_steps` such steps; the same on all ranks.
-
-        batch: the rollout batch of the last step.
-        """
-        limit = self.config.trainer.stop_after_dead_steps
-        if limit is None or self.dead_steps < limit:
-            return
-        what = (describe_no_learning(batch, self.config) or "").removeprefix("warning: ")
-        raise UserError(
-            f"no response had an advantage in {self.dead_steps} consecutive steps "
-            f"(trainer.stop_after_dead_steps={limit}). In the last one {what}. All is recorded; a "
-            "resumed run may have a higher trainer.stop_after_dead_steps, or null for no limit"
-        )
 
     def warnings(self, metrics: Mapping[str, float], batch: RolloutBatch) -> list[str]:
         """The warnings about the rollout batch that a step has trained on."""

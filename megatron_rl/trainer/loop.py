@@ -9,12 +9,13 @@ are fixed when they are generated, however much later they are trained.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_rl.actor.reference import References
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
 from megatron_rl.rollouts.batch_metrics import batch_metrics
+from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.schedule import LagClock
-from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
@@ -23,6 +24,47 @@ from megatron_rl.trainer.learning_check import measure_routing
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.self_tests import SelfTests
 from megatron_rl.trainer.step_progress import EarlyStopping, SkippedUpdates, StepProgress
+
+
+@dataclass
+class BatchSelector:
+    """Selection of the groups that a step trains, from the fresh ones and the buffer.
+
+    references: only for objectives with a KL term.
+    """
+
+    run: RunContext
+    references: References | None = None
+
+    def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Insert fresh groups into the buffer and return the batch that `step` trains."""
+        config, buffer, clock = self.run.config, self.run.buffer, self.run.clock
+        with clock.phase("pack"):
+            buffer.insert(group for batch in fresh for group in batch.groups)
+            groups = buffer.select(step)
+            if config.has_late_advantages:
+                groups = compute_all_advantages(groups, config)
+            packed = next((batch for batch in fresh if batch.groups == groups), None)
+            batch = packed or self.run.pack(groups)
+            batch.report_by_lag(step)
+        if self.is_decoupled:
+            with clock.phase("behavior"):
+                batch.center_on(self.run.actor)
+        if self.references is not None:
+            with clock.phase("reference"):
+                objective = self.run.objective
+                batch.freeze_reference(
+                    self.references,
+                    whole_vocabulary=objective.divergence is not None,
+                    top_k=objective.top_k,
+                )
+        return batch
+
+    @property
+    def is_decoupled(self) -> bool:
+        """True if ratios are to the policy before the step and a correction leads to the engine."""
+        needs = self.run.objective.needs
+        return self.run.config.behavior == "engine" and "rollout_logprobs" in needs
 
 
 @dataclass
@@ -100,7 +142,6 @@ class Trainer:
             self.checkpoints.finish(step)
             if self.checkpoints.saved == step:
                 self.source.after_checkpoint(step)
-        self.recorder.check.stop_if_dead(batch)
 
     def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepProgress:
         """Make step `step` resumable: from here on its rollouts and updates survive a restart."""

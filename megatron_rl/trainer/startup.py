@@ -60,7 +60,7 @@ def open_conversations(
         pool = None
         with sync_errors_across_ranks(doing="starting the environments"):
             if topology.rank % tensor == 0:
-                pool = stack.enter_context(EnvironmentPool(settings, echo=echo))
+                pool = stack.enter_context(EnvironmentPool(settings, config.workers, echo=echo))
                 try:
                     pool.start()
                 except BrokenEnvironmentError as error:

@@ -141,13 +141,17 @@ class EarlyStopping:
         return None
 
 
+# Consecutive skipped updates that end the run. One may be a single bad batch; several in a row
+# have one cause, which further updates do not remove.
+MOST_SKIPPED = 3
+
+
 @dataclass
 class SkippedUpdates:
     """Counts skipped updates on every rank and writes their batches on rank 0."""
 
     directory: RunDirectory | None
     console: Console
-    limit: int  # consecutive skipped updates that end the run
     in_a_row: int = 0
     _kept: int = -1  # the step whose rollouts were kept last
 
@@ -179,11 +183,10 @@ class SkippedUpdates:
                     row = {"step": step, "update": update, "reason": result.skipped}
                     file.write(json.dumps(row) + "\n")
         self._kept = step
-        if self.in_a_row >= self.limit:
+        if self.in_a_row >= MOST_SKIPPED:
             raise FloatingPointError(
                 f"{self.in_a_row} consecutive updates had no usable gradient, the last one because "
                 f"{result.skipped}; the weights are those before them. The rollouts are in "
                 "skipped_updates/ of the run directory. Resume with a lower "
-                "optimizer.learning_rate or optimizer.max_grad_norm (run.resume=auto allows "
-                "both), or allow more by trainer.max_consecutive_skipped_updates"
+                "optimizer.learning_rate or optimizer.max_grad_norm (run.resume=auto allows both)"
             )

@@ -43,8 +43,8 @@ class Workers:
     """The processes of one environment or verifier; derive a class with its messages.
 
     broker: the module of its broker; settings: what that and the user's side read; variables: of
-    this process that all processes get, too, and the setting that names them; error: the class of
-    errors, also of a variable that is not set; echo: receives printed lines, or standard error.
+    this process that all processes get, too; error: the class of errors, also of a variable that is
+    not set; echo: receives printed lines, or standard error.
     Use it as a context manager, or call `close`.
     """
 
@@ -54,13 +54,13 @@ class Workers:
         settings: Message,
         *,
         variables: Sequence[str],
-        named_by: str,
         error: type[Exception],
         echo: Callable[[str], object] | None,
     ) -> None:
         if missing := [name for name in variables if name not in os.environ]:
             raise error(
-                f"{named_by} names {', '.join(missing)}, not set here; export it, or unname it"
+                f"workers.variables names {', '.join(missing)}, not set here; export it, or "
+                "unname it"
             )
         self.description = Message()  # of the loaded module, after `start`
         self.last_message_at = time.monotonic()  # from the broker

@@ -201,13 +201,11 @@ class Template:
             limit_memory(self._loaded + int(self._memory_gib * 2**30))
 
 
-def describe_error(
-    error: BaseException, *, setting: str, memory_gib: float | None
-) -> tuple[str, str]:
+def describe_error(error: BaseException, *, memory_gib: float | None) -> tuple[str, str]:
     """Return an error's text in one line, and its traceback, both cleaned and shortened.
 
-    setting: the name of that of `memory_gib`. The limit no longer applies, since a description
-    needs memory, too: the process is to end soon.
+    memory_gib: the limit, which no longer applies, since a description needs memory, too: the
+    process is to end soon.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -216,7 +214,8 @@ def describe_error(
     text = " ".join(str(whole)[:_LONGEST_PART].split())
     text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
     if isinstance(error, MemoryError) and memory_gib is not None:
-        hint = f"its process may use {setting}={memory_gib:g} GiB; raise it, or null for no limit"
+        limit = f"workers.memory_gib={memory_gib:g} GiB"
+        hint = f"its process may use {limit}; raise it, or null for no limit"
         text, trace = f"{text}; {hint}", f"{trace}{hint}"
     return clean(text), clean(trace)
 

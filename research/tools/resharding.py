@@ -195,7 +195,7 @@ def _measure(case: Case, rank: int, options: Options) -> dict[str, Measured]:
     shape = SHAPES[options.size]
     holder = _Holder(shape, case[0], rank)
     engine = _Engine(shape, EngineLayout(case[1], WORLD_SIZE), rank, options.dtype)
-    settings = ReshardingSection(bucket_mib=options.bucket_mib, full_check_every=0)
+    settings = ReshardingSection(bucket_mib=options.bucket_mib)
     memory = PeakMemory()
 
     def push(way: str, resharder: Resharder) -> tuple[float, SyncStats]:

@@ -29,6 +29,5 @@ def build_trainer(folder, layout, rollouts, **settings: Any):
         minibatches=2,
         tokens_per_micro_batch=100,
         topology=topology,
-        sequence_parallel=actor.sequence_parallel,
     )
     return topology, actor, minibatches

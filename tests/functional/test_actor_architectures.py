@@ -194,7 +194,7 @@ def _update_by_one_pack(actor, rollouts, advantages):
     from megatron_rl.objectives import build_objective
     from megatron_rl.types import Denominators, Minibatch
 
-    alignment = actor.topology.alignment(sequence_parallel=actor.sequence_parallel)
+    alignment = actor.topology.alignment
     pack = build_pack(rollouts, advantages, indices=range(len(rollouts)), alignment=alignment)
     pack.advantages = pack.advantages / actor.topology.dp_size
     (pack.behavior_logprobs,) = actor.compute_logprobs([pack])

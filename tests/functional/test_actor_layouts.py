@@ -138,7 +138,6 @@ def plan(actor, rollouts, advantages, *, minibatches, computed=None):
         minibatches=minibatches,
         tokens_per_micro_batch=160,
         topology=actor.topology,
-        sequence_parallel=actor.sequence_parallel,
         computed=computed,
     )
 

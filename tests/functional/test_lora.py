@@ -22,14 +22,14 @@ from tests.ranks import run_ranks
 from tests.unit.models.test_adapters import make_folder
 from tests.unit.resharding.test_push import Live, Slices
 
-ONE = [("one", {}, True)]
+ONE = [("one", {})]
 FOUR = [
-    ("tp2-pp2-vp2", {"tensor": 2, "pipeline": 2, "virtual_stages": 2, "recompute": "full"}, True),
-    ("tp2-cp2", {"tensor": 2, "context": 2}, False),  # without sequence parallelism
+    ("tp2-pp2-vp2", {"tensor": 2, "pipeline": 2, "virtual_stages": 2, "recompute": "full"}),
+    ("tp2-cp2", {"tensor": 2, "context": 2}),
 ]
 EXPERTS_ON_FOUR = [
-    ("tp2-ep2", {"tensor": 2, "expert": 2, "expert_tensor": 1}, True),
-    ("tp2-etp2", {"tensor": 2, "expert": 1, "expert_tensor": 2}, True),
+    ("tp2-ep2", {"tensor": 2, "expert": 2, "expert_tensor": 1}),
+    ("tp2-etp2", {"tensor": 2, "expert": 1, "expert_tensor": 2}),
 ]
 
 
@@ -46,7 +46,7 @@ def settings(path=None, rank=4, alpha=8.0, **further):
     )
 
 
-def build(folder, layout, *, sequence_parallel, **further):
+def build(folder, layout, **further):
     """Build an actor after destroying the groups of the previous layout."""
     from megatron.core import parallel_state
 
@@ -55,7 +55,7 @@ def build(folder, layout, *, sequence_parallel, **further):
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    chosen = settings(sequence_parallel=sequence_parallel, **further)
+    chosen = settings(**further)
     return MegatronActor(folder, topology=initialise(**layout), settings=chosen)
 
 
@@ -74,8 +74,8 @@ def push(actor, exported, dtype=torch.float32):
     for kind in (Slices, Live):
         layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
         receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
-        settings = ReshardingSection(bucket_mib=3000 / 2**20, full_check_every=1)
-        Resharder(receiver, settings).push(actor, version=1)
+        settings = ReshardingSection(bucket_mib=3000 / 2**20)
+        Resharder(receiver, settings, full_check_every=1).push(actor, version=1)
         assert receiver.differs_from(exported) == []
 
 
@@ -145,10 +145,10 @@ def start_from_folders(actor, root, folder):
 
 def observe_layouts(rank, world_size, root, model, layouts):
     root, reports = Path(root), []
-    for name, options, sequence_parallel in layouts:
+    for name, options in layouts:
         recompute = {"recompute": options["recompute"]} if "recompute" in options else {}
         layout = {key: value for key, value in options.items() if key not in recompute}
-        actor = build(root / model, layout, sequence_parallel=sequence_parallel, **recompute)
+        actor = build(root / model, layout, **recompute)
         folder = root / f"{model} {name}"
         # Megatron's optimizer of experts under expert parallelism is another one.
         first = layouts[0][0] if "expert" in options and options["expert"] > 1 else "one"
@@ -238,7 +238,7 @@ def store(rank, world_size, root):
     from megatron_rl.actor.reference import ReferencePolicy
     from megatron_rl.objectives import build_objective
 
-    actor = build(root / "model16", {}, sequence_parallel=True, dtype=torch.bfloat16)
+    actor = build(root / "model16", {}, dtype=torch.bfloat16)
     (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
     freeze_behavior(actor, [minibatch])
     before = actor.digest()

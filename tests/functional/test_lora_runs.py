@@ -13,7 +13,7 @@ from tests.functional.tiny_runs import TASK, make_task, train
 LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
         "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
         "objective.kl={coefficient: 1.0e-3, estimator: jsd}", "run.resume=auto",
-        f"model.teachers={{tiny_running_sum: {TASK}_teacher}}")  # fmt: skip
+        f"model.reference={{tiny_running_sum: {TASK}_teacher}}")  # fmt: skip
 DEEPER = tiny_task.Settings(layers=3)  # the teacher
 ADAPTER_PARAMETERS = 17408  # of rank 8 on the tiny model
 

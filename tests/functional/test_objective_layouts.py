@@ -126,7 +126,6 @@ def run_objectives(rank, world_size, root, name, layout, cases):
             minibatches=1,
             tokens_per_micro_batch=200,
             topology=topology,
-            sequence_parallel=actor.sequence_parallel,
         )
         packs = minibatch.micro_batches
         for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):

@@ -78,7 +78,7 @@ def test_agent_of_another_environment_is_trained(tmp_path, monkeypatch, agent):
         f"run.dir={tmp_path}", "run.name=a", *SETTINGS, f"model.path={tmp_path}/model",
         f"data.train={tmp_path}/train.jsonl", "data.columns={prompt: prompt, answer: answer}",
         f"environment.name=tests.functional.outside_agents:{agent}",
-        f"environment.variables=[{variable}]", config=CONFIG, places=(),
+        f"workers.variables=[{variable}]", config=CONFIG, places=(),
     )  # fmt: skip
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:

@@ -81,7 +81,6 @@ def _train(root, topology, case, checkpoint):
             minibatches=2,
             tokens_per_micro_batch=100,
             topology=topology,
-            sequence_parallel=actor.sequence_parallel,
         )
 
     def gather(packs, values):
@@ -166,7 +165,6 @@ def _read_elsewhere(rank, world_size, root):
             minibatches=2,
             tokens_per_micro_batch=100,
             topology=topology,
-            sequence_parallel=actor.sequence_parallel,
         )
         packs = [pack for minibatch in minibatches for pack in minibatch.micro_batches]
         read_routes(Path(root) / folder, packs, actor)

@@ -110,7 +110,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (MINIMAL, ["eval.sets={math/x: a.parquet}"], "eval.sets.math/x"),
         (MINIMAL, ["eval.sets={a: 3}"], "eval.sets.a=3: must be a path, or a mapping of path and"),
         (MINIMAL, ["reward.weights={a-b: 1}"], "reward.weights.a-b: its name must be letters, dig"),
-        (MINIMAL, ["reward.environment=[A B]"], "reward.environment.0='A B': must be letters, dig"),
+        (MINIMAL, ["workers.variables=[A B]"], "workers.variables.0='A B': must be letters, dig"),
         (MINIMAL, ["lora.targets=[]"], "lora.targets=[]: must"),
         (
             MINIMAL,
@@ -309,8 +309,8 @@ def test_text_setting_keeps_what_was_written(tmp_path):
         assert load_config(write(tmp_path, dump_config(config))) == config
     file = write(tmp_path, MINIMAL)
     for text in (*WRITTEN, "Answer: yes #1", "[INST] x", "- a", "#", "~"):
-        config = load_config(file, [f"logging.wandb.project={text}"])
-        assert config.logging.wandb.project == text
+        config = load_config(file, [f"data.columns.prompt={text}"])
+        assert config.data.columns.prompt == text
     names = load_config(file, ["eval.sets={on: a.parquet, 2024: b.parquet}"]).eval.sets
     assert list(names) == ["on", "2024"]
     assert load_config(file, ["reward.weights={yes: 1}"]).reward.weights == {"yes": 1.0}
@@ -339,8 +339,8 @@ def test_null_and_quotes_in_text_settings(tmp_path):
         assert load_config(file, [f"run.name={text}"]).run.name == name
     for text in ("run: {name: null}", "run: {name: }"):
         assert load_config(write(tmp_path, MINIMAL + text)).run.name is None
-    with pytest.raises(ConfigError, match=r"project=null: must be a text; put it in quotes"):
-        load_config(file, ["logging.wandb.project=null"])
+    with pytest.raises(ConfigError, match=r"prompt=null: must be a text; put it in quotes"):
+        load_config(file, ["data.columns.prompt=null"])
     # Other settings are YAML as before: booleans, numbers, names of scores or booleans.
     config = load_config(file, ["run.check_memory=off", "trainer.keep_best=false", "seed=1_0"])
     assert (config.run.check_memory, config.trainer.keep_best, config.seed) == (False, False, 10)
@@ -382,7 +382,7 @@ def test_path_that_cannot_be_expanded_is_refused(tmp_path, path, output):
 
 def test_set_is_path_or_path_with_columns(tmp_path):
     """The shorter form is written; columns fall back to those of all sets."""
-    columns = {"prompt": "q", "answer": "a", "source": None, "tools": None}
+    columns = {"prompt": "q", "answer": "a", "source": None}
     columns |= {"completion": "completion"}
     own = {"path": "b", "columns": columns}
     given = [

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from megatron_rl.config.sections import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection, WorkersSection
 from megatron_rl.environments.interface import EnvironmentFailure
 from megatron_rl.environments.pool import EnvironmentPool
 from tests.unit.workers.troubles import PER_CONVERSATION, TROUBLES
@@ -63,17 +63,20 @@ def measure(pool: EnvironmentPool) -> dict[str, Any]:
     }
 
 
+LIMITS = WorkersSection(memory_gib=1.0)
+
+
 def section(options: argparse.Namespace) -> EnvironmentSection:
     """Return the settings of the environment."""
     return EnvironmentSection(
         name="tests.unit.workers.troubles:Trouble", max_context_tokens=1, on_error="zero",
-        time_limit_seconds=options.limit, memory_gib=1.0,
+        time_limit_seconds=options.limit,
     )  # fmt: skip
 
 
 def start_at_once(count: int, settings: EnvironmentSection) -> None:
     """Print what the first turn of each of `count` conversations costs, and its own memory."""
-    with EnvironmentPool(settings, echo=str) as pool:
+    with EnvironmentPool(settings, LIMITS, echo=str) as pool:
         pool.start()
         broker = psutil.Process(pool._process.pid)
         (template,) = broker.children()
@@ -105,7 +108,7 @@ def converse(
     waiting: list[int] = []
     open_, rewards, ended = {}, {}, 0
     with (
-        EnvironmentPool(section(options), echo=lambda line: None) as pool,
+        EnvironmentPool(section(options), LIMITS, echo=lambda line: None) as pool,
         (folder / "rewards.jsonl").open("a") as results,
     ):
         while steps or waiting or open_:

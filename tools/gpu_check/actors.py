@@ -83,7 +83,6 @@ def _build(folder, *, transformer_engine=False, fp8=None):
         minibatches=1,
         tokens_per_micro_batch=2048,
         topology=topology,
-        sequence_parallel=False,
         gemm_tokens=settings.gemm_tokens,
     )[0]
     packs = minibatch.micro_batches

@@ -81,7 +81,6 @@ def _measure(row, lengths, *, model=None, label="", **settings):
         minibatches=1,
         tokens_per_micro_batch=sum(lengths),
         topology=topology,
-        sequence_parallel=False,
         gemm_tokens=settings.gemm_tokens,
     )
     packs = minibatch.micro_batches

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -130,7 +130,7 @@ def measure(
     if needs_reference(objective.needs):
         meter.category = "reference"
         references = References(actor, config.references)
-    responses = full_pack(config, topology, sequence_parallel=actor.sequence_parallel)
+    responses = full_pack(config, topology)
     needed = -(-_responses_per_rank(config, topology) // len(responses))
     if micro_batches is None:
         in_flight = topology.pp_size * (2 if topology.virtual_stages > 1 else 1)
@@ -203,8 +203,6 @@ def _update(
 def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
     """Build the actor, its memory labeled as weights, gradients and optimizer."""
     settings = build_actor_settings(config, topology)
-    optimizer = settings.optimizer.model_copy(update={"effective_samples_power": 0.0})
-    settings = replace(settings, optimizer=optimizer)  # that power would read values
     meter.category = "optimizer"
     actor = MegatronActor(config.model.path, topology=topology, settings=settings)
     for chunk in actor.ddp_chunks:
@@ -217,15 +215,13 @@ def _build(config: Config, topology: Topology, meter: Meter) -> MegatronActor:
     return actor
 
 
-def full_pack(
-    config: Config, topology: Topology, *, sequence_parallel: bool
-) -> tuple[tuple[int, ...], ...]:
+def full_pack(config: Config, topology: Topology) -> tuple[tuple[int, ...], ...]:
     """Return the unpadded sequence lengths of each response of the fullest pack.
 
     These are as many responses as fit, at least one, with the maximum number of sequences of the
     maximum length, and one of a single sequence in the rest.
     """
-    alignment = topology.alignment(sequence_parallel=sequence_parallel)
+    alignment = topology.alignment
     longest = config.max_model_tokens - 1  # the last token predicts nothing
     response = (longest,) * config.max_sequences
     padded = padded_length(longest, alignment=alignment) * len(response)
@@ -262,7 +258,6 @@ def _minibatch(
         minibatches=1,
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=actor.topology,
-        sequence_parallel=actor.sequence_parallel,
         gemm_tokens=actor.settings.gemm_tokens,
     )
     if config.rollout.top_k is not None:

@@ -274,7 +274,7 @@ def _with_layout(
     """Return the config of a dry run with this layout and model."""
     sections = {
         # `Planner` adds those of another shape
-        "model": {"path": model, "reference": None, "teachers": {}},
+        "model": {"path": model, "reference": None},
         "parallel": {
             "tensor": layout.tensor,
             "pipeline": layout.pipeline,

@@ -177,7 +177,6 @@ def _train(root, topology):
         minibatches=1,
         tokens_per_micro_batch=64,
         topology=topology,
-        sequence_parallel=actor.sequence_parallel,
     )
     sizes = {len(pack.tokens) for pack in minibatch.micro_batches}
     assert len(minibatch.micro_batches) > 2 and len(sizes) > 1

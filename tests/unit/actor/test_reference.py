@@ -30,7 +30,6 @@ def score_by_reference(rank, world_size, root):
         minibatches=1,
         tokens_per_micro_batch=200,
         topology=topology,
-        sequence_parallel=policy.sequence_parallel,
     )
     packs = minibatch.micro_batches
     before = {name: p.detach().clone() for name, p in policy.named_parameters_local().items()}

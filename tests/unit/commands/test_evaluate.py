@@ -38,12 +38,13 @@ def test_model_folder_uses_paper_sampling_and_given_files(tmp_path):
 
 def build_run(folder, **sections):
     config = parse_config({
-        "seed": 7, "model": {"path": "base"}, "data": {"mix": {"x": {"path": "train.jsonl"}}},
+        "seed": 7, "model": {"path": "base"}, "data": {"mix": {"x": {"path": "train.jsonl"}},
+                                                       "columns": {"prompt": "q", "answer": "a"}},
         "parallel": {"tensor": 4, "pipeline": 2}, "rollout": {"tensor": 2},
         "trainer": {"dtype": "float32", "minibatches": 8, "steps": 3},
         "eval": {"sets": {"held": "held.jsonl",
                           "other": {"path": "other.parquet", "columns": {"prompt": "problem"}}},
-                 "samples": 2, "columns": {"prompt": "q", "answer": "a"}},
+                 "samples": 2},
     } | sections)  # fmt: skip
     (folder / "config.yaml").write_text(dump_config(config))
     (folder / "metrics.jsonl").touch()

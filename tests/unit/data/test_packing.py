@@ -58,7 +58,6 @@ def _plan(
         minibatches=minibatches,
         tokens_per_micro_batch=budget,
         topology=topology,
-        sequence_parallel=False,
         gemm_tokens=gemm_tokens,
         computed=computed,
     )

@@ -32,9 +32,9 @@ class ScriptedCore:
 def test_run_requests_error_of_one_rank_stops_all_at_next_poll(monkeypatch, own, message):
     polls = []
 
-    def poll(late, stalled, failed, stopped):  # the other rank has failed by the second poll
+    def poll(stalled, failed, stopped):  # the other rank has failed by the second poll
         polls.append(failed)
-        return late, stalled, failed or (not own and len(polls) == 2), stopped
+        return stalled, failed or (not own and len(polls) == 2), stopped
 
     def on_finished(position, output):
         if own and position == 2:
@@ -43,9 +43,7 @@ def test_run_requests_error_of_one_rank_stops_all_at_next_poll(monkeypatch, own,
     monkeypatch.setattr(engine_requests, "any_rank_of_engine", poll)
     core, requests = ScriptedCore(), [SequenceRequest(i, (1,), None) for i in range(20)]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        engine_requests.run_requests(
-            core, requests, time_limit=60.0, stall_limit=60.0, on_finished=on_finished
-        )
+        engine_requests.run_requests(core, requests, stall_limit=60.0, on_finished=on_finished)
     assert polls == [False, own]
     assert len(core.aborted) == 20 - engine_requests.POLL_INTERVAL_STEPS
 
@@ -56,7 +54,7 @@ def test_run_requests_stops_at_next_poll_when_requested(monkeypatch):
     finished = []
     with pytest.raises(GenerationStopped):
         engine_requests.run_requests(
-            core, requests, time_limit=60.0, stall_limit=60.0,
+            core, requests, stall_limit=60.0,
             on_finished=lambda position, _: finished.append(position),
             should_stop=lambda: len(finished) > 0,
         )  # fmt: skip
@@ -71,7 +69,5 @@ def test_run_requests_without_finished_response_raises_and_aborts(monkeypatch):
     with pytest.raises(
         TimeoutError, match=r"0 of 20 responses .* none in the last 0 s: the engine"
     ):
-        engine_requests.run_requests(
-            core, requests, time_limit=60.0, stall_limit=0.0, on_finished=print
-        )
+        engine_requests.run_requests(core, requests, stall_limit=0.0, on_finished=print)
     assert len(core.aborted) == 20

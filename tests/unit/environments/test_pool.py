@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_rl.config.sections import EnvironmentSection
+from megatron_rl.config.sections import EnvironmentSection, WorkersSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -46,12 +46,11 @@ class Talk:
         return answers
 
 
-def open_pool(name, *, limit=LONG, echo=str, module=HERE, **settings):
+def open_pool(name, *, limit=LONG, echo=str, module=HERE, workers=None, **settings):
     settings = {"max_context_tokens": 1, "on_error": "zero", **settings}
     name = f"{module}:{name}"
-    return EnvironmentPool(
-        EnvironmentSection(name=name, time_limit_seconds=limit, **settings), echo=echo
-    )
+    environment = EnvironmentSection(name=name, time_limit_seconds=limit, **settings)
+    return EnvironmentPool(environment, WorkersSection(**workers or {}), echo=echo)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,7 @@ def test_environment_sees_closed_stdin_and_no_secrets(short, monkeypatch):
     assert answers[1] == [Answer("")]
     for name in ("SOME_API_KEY", "OTHER_API_KEY"):
         monkeypatch.setenv(name, "secret")
-    with open_pool("Obedient", variables=["SOME_API_KEY"]) as pool:
+    with open_pool("Obedient", workers={"variables": ["SOME_API_KEY"]}) as pool:
         found = Talk(pool)([["environment"]])[0][0].observation
     assert "SOME_API_KEY" in found and "OTHER_API_KEY" not in found
 

@@ -132,7 +132,7 @@ class ConversationTree:
         table = policy.detach().requires_grad_()
         (minibatch,) = plan_minibatches(
             self.rollouts, torch.zeros(len(self.tokens)), minibatches=1,
-            tokens_per_micro_batch=10**9, topology=Topology.single(), sequence_parallel=False,
+            tokens_per_micro_batch=10**9, topology=Topology.single(),
         )  # fmt: skip
         (pack,) = minibatch.micro_batches
         inputs = [

@@ -150,7 +150,7 @@ def run(seed, topology, *, by_turn=False, is_split=False, names=tuple(naive.NAME
     rollouts = split(rollouts, seed) if is_split else rollouts
     (minibatch,) = plan_minibatches(
         rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
-        topology=topology, sequence_parallel=False,
+        topology=topology,
     )  # fmt: skip
     packs = minibatch.micro_batches
     if by_turn:
@@ -263,7 +263,7 @@ def test_positions_start_again_in_each_sequence_of_a_split_conversation():
     rollouts = split(conversations(5)[0], 5)
     (minibatch,) = plan_minibatches(
         rollouts, torch.zeros(len(rollouts)), minibatches=1, tokens_per_micro_batch=10**6,
-        topology=Topology.single(), sequence_parallel=False,
+        topology=Topology.single(),
     )  # fmt: skip
     (pack,) = minibatch.micro_batches
     starts = np.cumsum([0, *pack.sequence_lengths[:-1]])

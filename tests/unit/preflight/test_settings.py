@@ -150,13 +150,6 @@ def test_check_settings_names_rule_of_stage_layers(tmp_path):
     assert check(tmp_path / "even", sizes, world_size=2, parallel={"pipeline": 2})
 
 
-def test_check_settings_experts_with_tensor_need_sequence_parallelism(tmp_path):
-    layout = {"tensor": 2, "sequence": False}
-    with pytest.raises(ConfigError, match=r"parallel.sequence=false: Megatron trains experts"):
-        check(tmp_path / "experts", EXPERTS, world_size=2, parallel=layout)
-    assert check(tmp_path / "dense", {}, world_size=2, parallel=layout)
-
-
 def test_check_settings_oapl_needs_optimal_value_estimator(tmp_path):
     objective, estimator = {"name": "oapl", "beta": 0.1}, {"estimator": "optimal_value"}
     assert check(

@@ -116,8 +116,8 @@ def _push_all(rank, world_size):
         architecture = "Glm4MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
         shape = small_shape(architecture, tied_embeddings=number % 2 == 1)
         receiver = kind(shape, EngineLayout(engine_tensor, world_size), rank, dtype)
-        settings = ReshardingSection(bucket_mib=3000 / 2**20, full_check_every=2)
-        resharder = Resharder(receiver, settings, ranks_per_node=node)
+        settings = ReshardingSection(bucket_mib=3000 / 2**20)
+        resharder = Resharder(receiver, settings, node, full_check_every=2)
         for version in range(2):
             tensors = _values(shape, version)
             shards = cut_shards(tensors, shape=shape, layout=layout, rank=rank)
@@ -201,12 +201,12 @@ def _damage(rank, world_size):
     messages = [_refuse(shape, shards, rank)]
     module.Assembly = _Damaging
     for after_checksum, full_every in (
-        (False, 0),  # on the wire: the message checksum detects it in every sync
+        (False, 50),  # on the wire: the message checksum detects it in every sync
         (True, 1),  # wrong position after arrival: a full check detects it
     ):
         _Damaging.after_checksum = after_checksum
         receiver = Slices(shape, EngineLayout(1, 2), rank)
-        resharder = Resharder(receiver, ReshardingSection(full_check_every=full_every))
+        resharder = Resharder(receiver, full_check_every=full_every)
         resharder._pushes = 1  # not the first one, which is always checked in full
         with pytest.raises(RuntimeError) as error:
             resharder.push(shards, version=5)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_rl.config.sections import RewardSection
+from megatron_rl.config.sections import RewardSection, WorkersSection
 from megatron_rl.rewards import pool as pool_module
 from megatron_rl.rewards.pool import MOST_LINES, VerifierPool
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, Item, VerifierError
@@ -22,11 +22,10 @@ def as_items(*texts):
     return [Item(text, "truth", "source") for text in texts]
 
 
-def open_pool(verifier=MISBEHAVING, *, limit=60.0, echo=str, **settings):
+def open_pool(verifier=MISBEHAVING, *, limit=60.0, echo=str, workers_section=None, **settings):
     """A pool in which nothing that answers comes near the limit."""
-    return VerifierPool(
-        RewardSection(verifier=verifier, time_limit_seconds=limit, **settings), echo=echo
-    )
+    reward = RewardSection(verifier=verifier, time_limit_seconds=limit, **settings)
+    return VerifierPool(reward, WorkersSection(**workers_section or {}), echo=echo)
 
 
 @pytest.fixture(scope="module")
@@ -210,11 +209,11 @@ def test_named_rewards_are_added_up_by_their_weights(weights, text, expected):
 
 def test_worker_without_enough_memory_names_setting():
     with (
-        open_pool(memory_gib=1.0) as pool,
-        pytest.raises(VerifierError, match=r"MemoryError\n.*.*reward.memory_gib=1 GiB; raise it"),
+        open_pool(workers_section={"memory_gib": 1.0}) as pool,
+        pytest.raises(VerifierError, match=r"MemoryError\n.*.*workers.memory_gib=1 GiB; raise it"),
     ):
         pool.verify_all(as_items("fill 2"))
-    with open_pool(memory_gib=None) as pool:
+    with open_pool(workers_section={"memory_gib": None}) as pool:
         assert pool.verify_all(as_items("fill 5"))[0].reward == 1.0  # more than the default
 
 
@@ -248,7 +247,7 @@ def test_workers_end_with_killed_parent():
     # One worker has nothing to do, the other one is inside C code that never returns.
     program = f"""
 import threading
-from megatron_rl.config.sections import RewardSection
+from megatron_rl.config.sections import RewardSection, WorkersSection
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import Item
 settings = RewardSection(workers=2, time_limit_seconds=600, verifier={MISBEHAVING!r})
@@ -271,10 +270,10 @@ pool.verify_all([Item("spin", "", "")])
 def test_workers_see_no_secrets(monkeypatch):
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
-    with open_pool(environment=["JUDGE_KEY"]) as pool:
+    with open_pool(workers_section={"variables": ["JUDGE_KEY"]}) as pool:
         (grade_result,) = pool.verify_all(as_items("environment"))
     seen = set(grade_result.reason.split(","))
     assert {"PATH", "PYTHONPATH", "JUDGE_KEY"} <= seen
     assert not seen & {"WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE"}
-    with pytest.raises(VerifierError, match=r"reward.environment names NO_SUCH_KEY, not set"):
-        open_pool(environment=["NO_SUCH_KEY"])
+    with pytest.raises(VerifierError, match=r"workers.variables names NO_SUCH_KEY, not set"):
+        open_pool(workers_section={"variables": ["NO_SUCH_KEY"]})

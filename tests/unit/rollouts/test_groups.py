@@ -66,7 +66,7 @@ def test_overlong_penalty_counts_tokens_of_policy():
     spread = dataclasses.replace(
         one.response, rollout_logprobs=np.zeros(11, np.float32), observed=((4, 10), (12, 15))
     )
-    settings = config(shaping={"overlong": {"kind": "soft", "buffer": 10, "penalty": 1.0}})
+    settings = config(shaping={"overlong": {"buffer": 10, "penalty": 1.0}})
     assert shape_reward(one, settings) == 0.0  # 20 tokens
     shorter = dataclasses.replace(one, response=spread)  # 20 - 6 - 3
     assert shape_reward(shorter, settings) == pytest.approx(1 - 0.1)
@@ -81,8 +81,7 @@ def test_overlong_penalty_counts_tokens_of_policy():
         # The last 10 of 20 tokens cost up to 1: 0, 0, 5/10, 8/10, 10/10.
         ({"overlong": {"buffer": 10}}, [1, 0, 0.5, 0.2, -1]),
         ({"overlong": {"buffer": 4, "penalty": 0.5}, "signed": True}, [1, -1, 1, 0.75, -1.5]),
-        ({"overlong": {"kind": "hard"}, "signed": True}, [1, -1, 1, 1, -1]),
-        ({"overlong": {"kind": "hard", "penalty": 2}}, [1, 0, 1, 1, -2]),
+        ({"overlong": {"buffer": 1, "penalty": 2}}, [1, 0, 1, 1, -2]),
     ],
 )
 def test_rewards_by_hand(shaping, expected):

@@ -298,7 +298,7 @@ def test_missing_column_or_file_is_named(tmp_path):
         ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs responses that an engine"),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
-            r"offline\.behavior=m recomputes them; unset one",
+            r"behavior=engine: no effect with offline\.behavior=m, which recomputes the log-probs",
         ),
     ],
 )

@@ -128,14 +128,6 @@ def test_replay_draws_whole_groups_without_repeating_one_and_counts_them():
     assert [w[1] for w in walk(schedule)] == [w[1] for w in walked]
 
 
-def test_least_trained_takes_turns():
-    replay = {"capacity": 3, "fresh": 0.5, "sampling": "least_used"}
-    walked = walk(make_schedule(groups=8, steps=12, replay=replay))
-    counts = Counter(slot for _, trained, _ in walked[:-2] for slot in trained if 2 < slot.step < 9)
-    # Four new groups are replayed in the next two steps, four at a time: each exactly once more.
-    assert set(counts.values()) == {2}
-
-
 def test_prompts_of_two_steps_never_overlap_within_pass():
     schedule = make_schedule(groups=8, steps=9, replay={"capacity": 2, "fresh": 0.5})
     assert [schedule.prompts(step) for step in (1, 2, 3)] == [(0, 8), (2, 4), (3, 4)]

@@ -76,7 +76,7 @@ def test_advantage_is_the_return_from_the_turn_on_against_its_groups_mean(std):
 @pytest.mark.parametrize("without", [{}, {"environment": None}])
 def test_one_turn_has_the_bits_of_a_response(without):
     rollouts = random_rollouts(1, turns=1)
-    shaping = {"overlong": {"kind": "soft", "buffer": 99}, "signed": True}
+    shaping = {"overlong": {"buffer": 99}, "signed": True}
     both = [
         build(rollouts, config(size=4, advantage={"credit": credit}, shaping=shaping, **without))
         for credit in ("response", "turn")
@@ -88,9 +88,7 @@ def test_one_turn_has_the_bits_of_a_response(without):
 
 
 def test_verifiers_reward_and_shaping_are_of_the_last_turn_and_lost_ones_move_no_mean():
-    settings = config(
-        size=3, advantage={"std": "none"}, shaping={"overlong": {"kind": "soft", "buffer": 98}}
-    )
+    settings = config(size=3, advantage={"std": "none"}, shaping={"overlong": {"buffer": 98}})
     # Six tokens are 4 above 100 - 98 and cost 4 / 98, two tokens nothing.
     rollouts = [rollout([0.0, 0.0, 1.0], graded=False), rollout([0.5]), rollout([9.0], lost=True)]
     (group,) = build(rollouts, settings)

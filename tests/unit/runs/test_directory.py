@@ -247,14 +247,14 @@ def test_changed_settings_of_resumed_run_are_recorded(tmp_path):
         "optimizer": {"learning_rate": 5e-7, "max_grad_norm": 0.5},
         "trainer": {"steps": 900},
         "reward": {"time_limit_seconds": 20},
-        "rollout": {"time_limit_seconds": 99},
+        "rollout": {"stall_seconds": 99},
     }
     directory.check_usable(parse_config(changed))
     directory.create(parse_config(changed))
     lines = (tmp_path / "a" / "changes.jsonl").read_text().splitlines()
     rows = {row["key"]: row for row in map(json.loads, lines)}
     assert rows.keys() == {"optimizer.learning_rate", "optimizer.max_grad_norm", "trainer.steps",
-                           "reward.time_limit_seconds", "rollout.time_limit_seconds"}  # fmt: skip
+                           "reward.time_limit_seconds", "rollout.stall_seconds"}  # fmt: skip
     assert rows["optimizer.learning_rate"]["to"] == 5e-7
     assert rows["trainer.steps"]["after_step"] == 6
 

@@ -144,7 +144,8 @@ def test_mlflow_has_one_run_with_all_steps(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the only store of mlflow-skinny
     uri = (tmp_path / "mlruns").as_uri()
-    assert log_twice(tmp_path, "mlflow", {"experiment": "e", "tracking_uri": uri}) == []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert log_twice(tmp_path, "mlflow", "e") == []
     client = mlflow.MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
     assert (run.info.run_name, run.info.status) == (tmp_path.name, "FINISHED")
@@ -157,7 +158,7 @@ def test_mlflow_has_one_run_with_all_steps(tmp_path, monkeypatch):
 def test_trackio_has_one_run_with_all_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
-    assert log_twice(tmp_path, "trackio", {"project": "p"}) == []
+    assert log_twice(tmp_path, "trackio", "p") == []
     (run,) = trackio.Api().runs("p")
     assert run.name.startswith(f"{tmp_path.name}-")
     history = [json.loads(one) if isinstance(one, str) else one
@@ -171,7 +172,7 @@ import sys
 from pathlib import Path
 from megatron_rl.config import parse_config
 from megatron_rl.telemetry.metrics import MetricLog
-wandb = {"logging": {"tensorboard": False, "wandb": {"project": "p"}}}
+wandb = {"logging": {"tensorboard": False, "wandb": "p"}}
 config = parse_config({"model": {"path": "m"}, "data": {"train": "t"}} | wandb)
 log = MetricLog(Path(sys.argv[1]), config)
 log.open(first_step=0)

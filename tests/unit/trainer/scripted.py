@@ -22,7 +22,6 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
-from megatron_rl.rollouts.selection import BatchSelector
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
@@ -30,7 +29,7 @@ from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
-from megatron_rl.trainer.loop import Trainer
+from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.step_progress import SkippedUpdates
 from megatron_rl.types import GradeResult, Prompt, Response
@@ -167,7 +166,7 @@ class ScriptedEngine:
         return str(int(prompt.index in self.solved or sample % 2))
 
     def generate(
-        self, prompts, *, samples, sampling, batches=1, on_progress=None, on_response=None,
+        self, prompts, *, samples, sampling, on_progress=None, on_response=None,
         on_all_ranks=True, conversations=None,
     ):  # fmt: skip
         assert not on_all_ranks  # training and evaluation leave responses where they are generated
@@ -318,7 +317,7 @@ def run_loop(
     log = MetricLog(tmp_path, config.model_copy(update={"logging": plain}))
     clock = PhaseClock()
     recorder = Recorder(config, directory, log, console, clock, writer or BackgroundWriter())
-    faults = SkippedUpdates(directory, console, config.trainer.max_consecutive_skipped_updates)
+    faults = SkippedUpdates(directory, console)
     if keep is not None:
         checkpoints = CheckpointKeeper(
             config, directory, console, 0, recorder.wait, keep, buffer, faults

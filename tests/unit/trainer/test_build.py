@@ -106,7 +106,7 @@ def test_majority_vote_of_numbers_cannot_select_best():
         for score in ("maj", "avg")
     )
     message = r"^trainer.keep_best=eval_macro/maj@2: a majority vote needs answers, and reward.veri"
-    with start_trial(vote.reward) as trial:
+    with start_trial(vote) as trial:
         assert not trial.problems(prompt, keep_best=mean.trainer.keep_best)
         (problem,) = trial.problems(prompt, keep_best=vote.trainer.keep_best)
         assert re.match(message, problem)

@@ -4,7 +4,6 @@ import pytest
 
 from megatron_rl.config import parse_config
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.errors import UserError
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.groups import build_groups
@@ -50,7 +49,6 @@ def make_batch(config, rewards, *, finish_reason="stop", objective=None):
     ("trainer", "objective", "computed"),
     [
         ({}, ("pnpo", {}), [True, True, False, False]),
-        ({"zero_advantage": "compute"}, ("pnpo", {}), [True] * 4),
         ({}, ("pnpo", {"kl": {"coefficient": 0.1}}), [True] * 4),
         ({}, ("pnpo", {"entropy_coefficient": 0.1}), [True] * 4),
         ({}, ("oapl", {}), [True] * 4),
@@ -138,23 +136,6 @@ def test_step_without_advantage_gets_no_advice_about_learning_rates():
     metrics = {"gate/acceptance": 1.0, "response/length_mean": 38.0}
     for step in range(1, 30):
         assert "learning_rate" not in "".join(check.warnings({"step": step} | metrics, useless))
-
-
-def test_run_that_earns_nothing_is_ended_after_the_set_number_of_steps():
-    config = make_config(trainer={"minibatches": 2, "tokens_per_micro_batch": 16,
-                                  "stop_after_dead_steps": 3})  # fmt: skip
-    dead, alive = (make_batch(config, rewards) for rewards in ((1, 1, 0, 0), (1, 0, 0, 0)))
-    check = LearningCheck(config)
-    for fraction in (1.0, 0.5, 1.0):  # of the recorded steps of a resumed run
-        check.count(fraction)
-    for batch in (dead, alive, dead, dead):
-        check.warnings({"step": 9}, batch)
-        check.stop_if_dead(batch)
-    check.warnings({"step": 10}, dead)
-    with pytest.raises(
-        UserError, match=r"in 3 consecutive steps .*within each group all resp.*null"
-    ):
-        check.stop_if_dead(dead)
 
 
 def tolerances(acceptance, *, step=1, objective=None, optimizer=None, trainer=None, spread=0.0049):

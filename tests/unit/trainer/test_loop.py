@@ -77,9 +77,6 @@ def test_too_many_consecutive_skipped_updates_end_run(tmp_path):
     ) as e:
         run_loop(tmp_path, unusable=(2, 4, 5, 6))
     assert "optimizer.learning_rate" in str(e.value)
-    run_loop(
-        tmp_path / "more", unusable=(2, 4, 5, 6), trainer={"max_consecutive_skipped_updates": 4}
-    )
 
 
 def test_kl_term_scores_reference_once_per_rollout_batch(tmp_path):
@@ -214,7 +211,7 @@ def test_collective_timeout_exceeds_watchdog():
         return collective_timeout(parse_config(values)).total_seconds()
 
     # Twice trainer.stall_seconds, which a checkpoint may take; generating is waited for elsewhere.
-    assert seconds() == seconds(rollout={"time_limit_seconds": 99999}) == 2 * 600 + 120
+    assert seconds() == seconds(rollout={"stall_seconds": 99999}) == 2 * 600 + 120
     assert seconds(resharding={"time_limit_seconds": 9000}) == 9000 + 120 + 120
     assert seconds(trainer={"stall_seconds": None}) == 30 * 60
 

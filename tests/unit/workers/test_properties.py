@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.sections import RewardSection
+from megatron_rl.config.sections import RewardSection, WorkersSection
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -36,11 +36,9 @@ def open_pool(name, **settings):
     return test_pool.open_pool(name, module=HERE, **settings)
 
 
-def verifiers(**settings):
-    return VerifierPool(
-        RewardSection(verifier=f"{HERE}:verify", **{"time_limit_seconds": 60.0, **settings}),
-        echo=str,
-    )
+def verifiers(limits=None, **settings):
+    reward = RewardSection(verifier=f"{HERE}:verify", **{"time_limit_seconds": 60.0, **settings})
+    return VerifierPool(reward, WorkersSection(**limits or {}), echo=str)
 
 
 def play(pool, rows, turns=TURNS):
@@ -107,7 +105,7 @@ def test_trouble_of_one_is_its_own(tmp_path):
     rows = []
     for trouble in TROUBLES:
         rows += [{"trouble": trouble, "folder": str(tmp_path)}, {}]
-    with open_pool("Trouble", limit=2.0, memory_gib=1.0) as pool:
+    with open_pool("Trouble", limit=2.0, workers={"memory_gib": 1.0}) as pool:
         results = play(pool, rows)
         broker = psutil.Process(pool._process.pid)
         for place in range(1, len(rows), 2):
@@ -128,7 +126,7 @@ def test_trouble_of_one_is_its_own(tmp_path):
         assert "SystemExit: in a task" in found["exits_in_a_task"].text
         assert "CancelledError" in found["cancels"].text
         for name in ("fills_memory", "keeps_memory_full"):
-            assert "environment.memory_gib=1 GiB; raise it" in found[name].text
+            assert "workers.memory_gib=1 GiB; raise it" in found[name].text
         assert "NamelessError: <exception str() failed> (" in found["raises_without_text"].text
         assert len(found["raises_100_mb"].text) < 700
         assert "the reward a value of type int; ret" in found["returns_10_gb_number"].text
@@ -164,7 +162,7 @@ def test_what_calls_of_a_verifier_leave_does_not_add_up():
 
 
 def test_memory_that_other_calls_keep_fails_no_call():
-    with verifiers(workers=1, memory_gib=1.0) as pool:
+    with verifiers({"memory_gib": 1.0}, workers=1) as pool:
         grades = pool.verify_all([Item("keep", str(2**28), "")] * 12)
         assert [one.reward for one in grades] == [4.0] * 12
 
@@ -235,9 +233,9 @@ import os
 from tests.unit.environments.test_pool import Talk
 from tests.unit.workers.test_properties import Item, open_pool, verifiers
 os.environ["TRAINER"] = str(os.getpid())
-with open_pool("Reports", variables=["TRAINER"]) as pool:
+with open_pool("Reports", workers={"variables": ["TRAINER"]}) as pool:
     print(Talk(pool, row="{}")([["secrets"]])[0][0].observation)
-with verifiers(environment=["TRAINER"]) as pool:
+with verifiers({"variables": ["TRAINER"]}) as pool:
     print(pool.verify_all([Item("secrets", "", "")])[0].reason)
 """
 

@@ -24,7 +24,7 @@ CASES = {
         },
     ),
     "tensor x pipeline, two teachers": (
-        "dense", {"tensor": 2, "pipeline": 2}, {"model": {"teachers": ("window", "dense")},
+        "dense", {"tensor": 2, "pipeline": 2}, {"model": {"reference": ("window", "dense")},
         "objective": {"name": "grpo", "advantage_coefficient": 0,
             "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
     ),
@@ -47,8 +47,8 @@ def make_config(folder, name):
     }
     for section, settings in further.items():
         values[section] = values.get(section, {}) | settings
-    if teachers := values["model"].get("teachers"):
-        values["model"]["teachers"] = {one: str(folder / one) for one in teachers}
+    if isinstance(teachers := values["model"].get("reference"), tuple):
+        values["model"]["reference"] = {one: str(folder / one) for one in teachers}
     return parse_config(values)
 
 
