@@ -50,9 +50,18 @@ def keep_signal_handlers():
 
 @pytest.fixture(scope="session", autouse=True)
 def process_to_fork_from(request):
-    """Start the fork server, which imports modules while the first tests run."""
+    """Start the fork server, which imports modules while the first tests run.
+
+    Among them are collected modules of functions that ranks call: each rank would import them.
+    """
     if ranks := sys.modules.get("tests.ranks"):  # a test that was collected wants it
         if request.config.getoption("--no-processes"):
             ranks.refuse()
         else:
-            ranks.fork_from("tests.imported")
+            callers = [
+                name
+                for name, module in sys.modules.items()
+                if name.startswith("tests.")
+                and {"run_ranks", "start_process"} & vars(module).keys()
+            ]
+            ranks.fork_from("tests.imported", *callers)

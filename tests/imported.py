@@ -44,6 +44,4 @@ def _use_gloo_with_more_ranks_than_cores() -> None:
 
 _use_gloo_with_more_ranks_than_cores()
 pyarrow.array([0])  # imports pandas where it is, which every run would do with its first row
-# A collection in a forked process would otherwise go through all that was imported, several times.
-gc.collect()
-gc.freeze()
+gc.collect()  # forked processes keep what is there now

@@ -1,6 +1,7 @@
 """Run a function on several gloo processes, as a real job would, and collect its results."""
 
 import ctypes
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -21,14 +22,14 @@ _context: BaseContext = _SPAWN
 _refused = False
 
 
-def fork_from(module: str) -> None:
-    """Fork all later processes from a server that imports a module, starting now.
+def fork_from(*modules: str) -> None:
+    """Fork all later processes from a server that imports modules, starting now.
 
     So imports are paid for once. Its working folder is the present one.
     """
     global _context
     _context = multiprocessing.get_context("forkserver")
-    _context.set_forkserver_preload([module])
+    _context.set_forkserver_preload(list(modules))
     multiprocessing.forkserver.ensure_running()
 
 
@@ -63,6 +64,8 @@ def make_queue() -> Any:
 
 def _begin(function: Callable, environment: dict[str, str], args: tuple) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted test leaves none
+    # A collection would otherwise go through all that was imported before, and copy its pages.
+    gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
     function(*args)

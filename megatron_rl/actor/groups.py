@@ -2,7 +2,7 @@
 
 A gloo group connects every pair of its ranks, and Megatron has about twenty groups. On CUDA only
 the group of all ranks has gloo in addition to NCCL, for objects and tensors on the host. Megatron's
-groups have NCCL alone. On the CPU all of them are gloo groups.
+groups have NCCL alone. On the CPU all of them are gloo groups; those of one rank are one group.
 """
 
 import contextlib
@@ -149,11 +149,20 @@ def device_backend() -> str | None:
 
 @contextlib.contextmanager
 def _groups_of(backend: str | None) -> Iterator[None]:
-    """Let Megatron create its groups with this backend where it names none."""
-    create = parallel_state.create_group
+    """Let Megatron create its groups with this backend where it names none.
 
-    def create_group(*args: Any, **options: Any) -> Any:
-        return create(*args, **{**options, "backend": options.get("backend") or backend})
+    None: gloo, whose groups have threads of their own. A rank alone then needs only one of them.
+    """
+    create = parallel_state.create_group
+    alone: dict[int, Any] = {}  # by rank; also on other ranks: torch numbers groups on all of them
+
+    def create_group(ranks: list[int], *args: Any, **options: Any) -> Any:
+        options["backend"] = options.get("backend") or backend
+        if len(ranks) > 1 or options["backend"] is not None:
+            return create(ranks, *args, **options)
+        if ranks[0] not in alone:
+            alone[ranks[0]] = create(ranks, *args, **options)
+        return alone[ranks[0]]
 
     with mock.patch.object(parallel_state, "create_group", create_group):
         yield
