@@ -669,6 +669,9 @@ class ColumnsSection(Section):
     source: str | None = None
     """Column of the data source; null uses the column `data_source` if it exists, otherwise the
     file's name."""
+    tools: str | None = None
+    """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
+    uses the column `tools` if it exists (`docs/prompts.md`)."""
     completion: str = "completion"
     """With `sft`, column of the answer to `prompt`, a text or a list of chat messages, for rows
     whose messages do not end with the assistant's."""

@@ -171,8 +171,9 @@ def parse_row(
         source = clean(HubSet.parse(path).name if is_on_hub(path) else path.stem)
     if not isinstance(source, str):
         raise UserError(f"{where}: {columns.source or SOURCE} must be a text, got {source!r:.80}")
+    name = columns.tools or TOOLS
     try:
-        tools = parse_tools(_find(row, TOOLS), key=TOOLS, from_table=_is_table(path))
+        tools = parse_tools(_find(row, name), key=name, from_table=_is_table(path))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return Row(messages, truth, source, tools)
@@ -375,7 +376,7 @@ def _check_columns(
     if conversations and prompt == PROMPT and prompt not in names:
         prompt = next((name for name in CONVERSATIONS if name in names), prompt)
     answer = None if conversations else columns.answer
-    named = prompt, answer, columns.source
+    named = prompt, answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:

@@ -382,7 +382,7 @@ def test_path_that_cannot_be_expanded_is_refused(tmp_path, path, output):
 
 def test_set_is_path_or_path_with_columns(tmp_path):
     """The shorter form is written; columns fall back to those of all sets."""
-    columns = {"prompt": "q", "answer": "a", "source": None}
+    columns = {"prompt": "q", "answer": "a", "source": None, "tools": None}
     columns |= {"completion": "completion"}
     own = {"path": "b", "columns": columns}
     given = [

@@ -123,6 +123,9 @@ def test_tools_of_a_row_reach_the_template(tmp_path):
     (prompt,) = load(write_lines(tmp_path / "set.jsonl", row))
     assert prompt.token_ids == (0, 1, 3, 2)  # <a>b
     assert prompt.tools == ({"type": "function", "function": {"name": "a"}},)
+    named = write_lines(tmp_path / "named.jsonl", USER_ROW | {"functions": [{"name": "a"}]})
+    columns = ColumnsSection(prompt="prompt", answer="answer", tools="functions")
+    assert load(named, columns=columns)[0].tools == prompt.tools
     path = tmp_path / "set.jsonl"
     with pytest.raises(ValueError, match=r"line 1: the chat template leaves out the tool a; "):
         load(path, template="{% for m in messages %}{{ m.content }}={% endfor %}")
