@@ -1,8 +1,9 @@
-"""Many short runs and an assembly by hand in one process, around one engine.
+"""Many short runs and assemblies by hand in one process, around one engine.
 
-What each does is in `RUNS` and `in_flight_by_hand`; the tests compare what `main` leaves behind.
+What each does is in `RUNS` and `by_hand`; the tests compare what `main` leaves in a folder.
 """
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ import torch
 
 from megatron_rl.actor import groups
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.config import load_config
+from megatron_rl.data.packing import plan_minibatches
 from megatron_rl.engine.engine import EngineHooks, RolloutWindow
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.runs.directory import RunDirectory
@@ -158,6 +161,51 @@ def read_prompts(config, actor, folder):
         return sets  # what is mapped can be used after the files are removed
 
 
+def queue_by_hand(folder, shared):
+    """The run "queue" without its loop: batches 1 and 2 by the first weights, 3 by the second."""
+    config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
+    topology, engine = shared.made["topology"], shared.build_engine(config, shared.made["topology"])
+    actor = MegatronActor(
+        config.model.path, topology=topology, settings=build.build_actor_settings(config, topology)
+    )
+    sets = read_prompts(config, actor, folder)
+    grader = build.Grader(shared.made["pool"], topology)
+    objective = build.build_objective(config.objective.name, **config.objective.overrides)
+
+    def generate(batch):
+        prompts = [sets.training[place] for place in sets.order.indices(batch - 1, 8)]
+        seed = derive_seed(config.seed, "rollout", batch)
+        submit = grader.begin(prompts, samples=4)
+        responses = engine.generate(
+            prompts, samples=4, sampling=SamplingSettings(1.0, 1.0, 56, seed), on_response=submit
+        )
+        rollouts = grader.finish(prompts, responses)
+        rewards = torch.tensor([rollout.grade_result.reward for rollout in rollouts]).view(8, 4)
+        advantages = group_relative_advantages(rewards).flatten()
+        minibatches = plan_minibatches(
+            rollouts, advantages, minibatches=2, tokens_per_micro_batch=16384, topology=topology,
+            computed=(advantages != 0).tolist(),
+        )  # fmt: skip
+        for minibatch in minibatches:  # frozen here, while the actor is what generated
+            packs = minibatch.micro_batches
+            for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
+                pack.behavior_logprobs = logprobs
+        return minibatches
+
+    def train(minibatches):
+        for minibatch in minibatches * 2:  # epochs
+            actor.update(minibatch, objective)
+
+    engine.sync_weights(actor, version=0)
+    first, second = generate(1), generate(2)
+    train(first)
+    engine.sync_weights(actor, version=1)
+    third = generate(3)
+    train(second)
+    train(third)
+    (folder / "queue_by_hand.json").write_text(json.dumps(actor.digest()))
+
+
 def in_flight_by_hand(folder, shared):
     """Eight tokens by one set of weights, the rest by another; kept, recomputed, and by hand."""
     config = load_config(CONFIG, [*PLACES, *SHORT, "run.name=hand"])
@@ -232,5 +280,6 @@ def main(folder):
         {"skipped": run_skipping_pushes, "apart": run_apart}.get(name, how)(folder, name, own)
         last = 1 if ONE in overrides else 5 if EVEN[0] in overrides else 3
         assert RunDirectory(folder / name).checkpoints.intact_steps()[-1] == last
+    queue_by_hand(folder, shared)
     in_flight_by_hand(folder, shared)
     shared.made["pool"].__exit__(None, None, None)

@@ -19,6 +19,7 @@ from tests.ranks import run_ranks
 
 VOCAB, LAYERS = 61, 4  # a vocabulary that no layout divides without padding
 LAYOUTS = [(2, 2, 1, 1), (1, 1, 2, 2)]
+SLOW = [(2, 1, 1, 1), (1, 1, 2, 1), (2, 2, 2, 1)]
 TRACED = [1, 6]  # rollouts of the first minibatch
 # Gates as wide as the steps are large, so that some tokens are kept and some rejected.
 WIDE = {"constraint": {"low": 0.2, "high": 0.3}}
@@ -468,7 +469,9 @@ def _check_files(root, layout):
 
 
 @pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: "tp{}-pp{}-cp{}-dp{}".format(*layout)
+    "layout",
+    [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)],
+    ids=lambda layout: "tp{}-pp{}-cp{}-dp{}".format(*layout),
 )
 def test_layout_equals_one_process(root, reference, layout):
     tensor, pipeline, context, data = layout

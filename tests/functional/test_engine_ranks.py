@@ -39,6 +39,11 @@ CASES = {  # settings of both runs, and the number of ranks that only generate
          "parallel.data=2", "trainer.self_test_every=2"), 1),
     "lag 2, windows that keep their cache, evaluated": (
         ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep", *EVALUATED), 1),
+    "context-parallel with lag 1, engines of two, 2 + 4 ranks": (
+        ("lag.batches=1", "parallel.context=2", "rollout.tensor=2", *EVALUATED), 4),
+    "lag 3, tensor-parallel, every second sync, replay, 2 + 2 ranks": (
+        ("lag.batches=3", "lag.sync_weights_every=2", "parallel.tensor=2",
+         "replay={capacity: 2, fresh: 0.5}"), 2),
 }  # fmt: skip
 KILLED = {"lag 2, windows that keep their cache, evaluated"}  # in step 4, and resumed after step 2
 # What depends on time, on the number of ranks, or on who computes.
@@ -80,8 +85,10 @@ def task():
     make_task()
 
 
-# Each of its settings is in another case too, but the order of short groups.
-SLOW = ("short groups first, replay, windows of responses",)
+# Each of their settings is in another case too, but the order of short groups and the layouts.
+SLOW = ("short groups first, replay, windows of responses",
+        "context-parallel with lag 1, engines of two, 2 + 4 ranks",
+        "lag 3, tensor-parallel, every second sync, replay, 2 + 2 ranks")  # fmt: skip
 
 
 @pytest.mark.parametrize(

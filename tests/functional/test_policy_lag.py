@@ -82,6 +82,16 @@ def test_responses_within_one_window_equal_queue_of_one(runs):
     assert compared > 32
 
 
+def test_queue_of_one_equals_weights_assembled_by_hand(runs):
+    """Every bit of weights and moments: same groups, same log-probs, same order."""
+    by_hand = json.loads((runs / "queue_by_hand.json").read_text())
+    ends = {
+        name: json.loads((runs / name / "checkpoints/step_000003/trainer.json").read_text())
+        for name in ("queue", "plain")
+    }
+    assert ends["queue"]["digests"] == [by_hand] != ends["plain"]["digests"]
+
+
 def test_queue_starts_like_plain_run_and_falls_behind(runs):
     queue, plain = runs / "queue", runs / "plain"
     assert rollouts(queue, 1).drop_columns(["lag"]).equals(rollouts(plain, 1).drop_columns(["lag"]))
