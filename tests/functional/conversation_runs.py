@@ -116,8 +116,8 @@ def main(folder):
         made["topology"] = made.get("topology") or initialise(**settings)
         return made["topology"]
 
-    def start_pool_once(reward, **settings):
-        made["pool"] = made.get("pool") or build_pool(reward, **settings).__enter__()
+    def start_pool_once(reward, workers, **settings):
+        made["pool"] = made.get("pool") or build_pool(reward, workers, **settings).__enter__()
         return nullcontext(made["pool"])
 
     groups.initialise, build.build_engine = initialise_once, build_once

@@ -75,9 +75,9 @@ class SharedParts:
         self._groups, self._engine = groups.initialise, build.build_engine
         self._pool = build.VerifierPool
 
-    def pool(self, reward, **settings):
+    def pool(self, reward, workers, **settings):
         if "pool" not in self.made:
-            self.made["pool"] = self._pool(reward, **settings).__enter__()
+            self.made["pool"] = self._pool(reward, workers, **settings).__enter__()
         return nullcontext(self.made["pool"])
 
     def initialise(self, **settings):
