@@ -103,7 +103,7 @@ def test_all_problems_are_reported_together(place, capsys):
     (place / "empty").mkdir()
     _, output = run(
         ["train", "run.yaml", "run.dir=run.yaml", "model.path=empty", "data.train=nowhere.jsonl",
-         "logging.wandb={project: p}"], capsys,
+         "logging.wandb=p"], capsys,
     )  # fmt: skip
     for problem in (
         "model.path:", "config.json does not exist", "no tokenizer", "nowhere.jsonl does not exist",
