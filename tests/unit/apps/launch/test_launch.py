@@ -578,5 +578,5 @@ def test_run_on_other_machines_ignores_local_devices(config):
     with pytest.raises(ConfigError) as error:
         check_inputs(launch)
     output = str(error.value)
-    assert output.startswith("launch cannot start:\n") and "transformer_engine" not in output
-    assert "model/config.json does not exist" in output
+    assert output.startswith("this launch cannot start:\n") and "transformer_engine" not in output
+    assert "model.path: " in output
