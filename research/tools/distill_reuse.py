@@ -10,6 +10,7 @@ The plan is `research/docs/distillation-study.md`; a row of results for each run
 
 import argparse
 import csv
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -52,7 +53,8 @@ WEIGHTINGS: dict[str, dict[str, Any]] = {
     "divergence, weighted": {"weight": "prefix_mean", "kl": EXACT | {"weighted": True}},
 }
 PRIMARY = [(n, "prefix_mean", other) for n in (4, 16) for other in ("one", "token")]
-COLUMNS = ("student", "epochs", "weighting", "kl", "right", "spread", "finite", "seconds")
+REPEATED = (1, 4)  # epochs of the cells that run twice, to know how much a run varies by itself
+COLUMNS = ("student", "epochs", "weighting", "repeat", "kl", "right", "spread", "finite", "seconds")
 
 
 def objective_of(weighting: str) -> PolicyObjective:
@@ -192,16 +194,19 @@ def update_loss(
     return result.loss.sum(), moved
 
 
-def run(task: Task, teacher: Any, student: int, epochs: int, weighting: str) -> dict[str, Any]:
-    """Train one student in one cell; return its row."""
+def run(
+    task: Task, teacher: Any, student: int, epochs: int, weighting: str, repeat: int
+) -> dict[str, Any]:
+    """Train one student in one cell; return its row. repeat: with other prompts and responses."""
     from transformers import Qwen2ForCausalLM
 
     start, finite, spread = time.monotonic(), True, 0.0
     model = Qwen2ForCausalLM.from_pretrained(FOLDER / str(student))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    objective, order = objective_of(weighting), random.Random(f"{student} prompts")
+    objective = objective_of(weighting)
+    order = random.Random(f"{student} prompts" + f" {repeat}" * (repeat > 0))
     for batch in range(BATCHES):
-        torch.manual_seed(1000 * student + batch)
+        torch.manual_seed(1000 * student + 100 * repeat + batch)
         _, ids, mask, first = sample(task, model, order.sample(task.train, PROMPTS))
         labels, valid = ids[:, first:], mask[:, first:].bool()
         with torch.no_grad():
@@ -228,10 +233,10 @@ def run(task: Task, teacher: Any, student: int, epochs: int, weighting: str) -> 
         if not finite:
             break
         spread += float(torch.cat(means).std()) / BATCHES
-    torch.manual_seed(student)
+    torch.manual_seed(student)  # the same for all runs of a student
     kl, right = evaluate(task, model, teacher)
     seconds = round(time.monotonic() - start, 1)
-    values = (student, epochs, weighting, kl, right, spread, int(finite), seconds)
+    values = (student, epochs, weighting, repeat, kl, right, spread, int(finite), seconds)
     return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -244,13 +249,17 @@ def read_rows() -> list[dict[str, str]]:
 
 
 def run_all(task: Task, minutes: float) -> None:
-    """Run what is missing, student by student, until the time is over."""
+    """Run what is missing, student by student and the repeats last, until the time is over."""
     from transformers import Qwen2ForCausalLM
 
     end = time.monotonic() + 60 * minutes
     teacher = Qwen2ForCausalLM.from_pretrained(FOLDER / str(TEACHER))
-    done = {(int(row["student"]), int(row["epochs"]), row["weighting"]) for row in read_rows()}
-    cells = [(s, n, w) for s in STUDENTS for n in EPOCHS for w in WEIGHTINGS]
+    done = {
+        (int(row["student"]), int(row["epochs"]), row["weighting"], int(row["repeat"]))
+        for row in read_rows()
+    }
+    cells = [(s, n, w, 0) for s in STUDENTS for n in EPOCHS for w in WEIGHTINGS]
+    cells += [(s, n, w, 1) for s in STUDENTS for n in REPEATED for w in WEIGHTINGS]
     for cell in cells:
         if cell in done:
             continue
@@ -270,12 +279,10 @@ def differences(
     rows: Sequence[dict[str, str]], epochs: int, one: str, other: str, *, column: str = "kl"
 ) -> list[float]:
     """Return one - other for each student, of log KL or of another column."""
-    import math
-
     table = {
         (row["student"], row["weighting"]): float(row[column])
         for row in rows
-        if int(row["epochs"]) == epochs
+        if int(row["epochs"]) == epochs and row["repeat"] == "0"
     }
     students = sorted({student for student, _ in table})
     scale = math.log if column == "kl" else float
@@ -288,7 +295,11 @@ def tables(rows: Sequence[dict[str, str]]) -> str:
              "|---|---|---|---|---|"]  # fmt: skip
     for epochs in EPOCHS:
         for name in WEIGHTINGS:
-            own = [r for r in rows if int(r["epochs"]) == epochs and r["weighting"] == name]
+            own = [
+                row
+                for row in rows
+                if (int(row["epochs"]), row["weighting"], row["repeat"]) == (epochs, name, "0")
+            ]
             kl, right, spread = (
                 sum(float(row[key]) for row in own) / len(own) for key in ("kl", "right", "spread")
             )
@@ -315,7 +326,25 @@ def tables(rows: Sequence[dict[str, str]]) -> str:
             f"| {epochs} | `{one}` - `{other}` | {interval.mean:+.3f} ± {interval.half_width:.3f} "
             "| secondary |"
         )
+    lines += ["", "| epochs | weighting | a run's standard deviation of log KL |", "|---|---|---|"]
+    for epochs in REPEATED:
+        for name in WEIGHTINGS:
+            deviation = own_deviation(rows, epochs, name)
+            lines.append(f"| {epochs} | `{name}` | {deviation:.3f} |")
     return "\n".join(lines)
+
+
+def own_deviation(rows: Sequence[dict[str, str]], epochs: int, weighting: str) -> float:
+    """Return the standard deviation of log KL between runs of one student in one cell.
+
+    From the differences d of two runs each: the root of the mean of d^2 / 2.
+    """
+    logs: dict[str, list[float]] = {}
+    for row in rows:
+        if int(row["epochs"]) == epochs and row["weighting"] == weighting:
+            logs.setdefault(row["student"], []).append(math.log(float(row["kl"])))
+    squares = [(one - other) ** 2 / 2 for one, other in logs.values()]
+    return math.sqrt(sum(squares) / len(squares))
 
 
 def main() -> None:
