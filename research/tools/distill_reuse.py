@@ -13,6 +13,7 @@ import csv
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,12 @@ def differences(
     return [scale(table[s, one]) - scale(table[s, other]) for s in students]
 
 
+def of_whole_students(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows of students whose planned runs have all ended."""
+    ended = Counter(row["student"] for row in rows if row["repeat"] == "0")
+    return [row for row in rows if ended[row["student"]] == len(EPOCHS) * len(WEIGHTINGS)]
+
+
 def tables(rows: Sequence[dict[str, str]]) -> str:
     """Return means of the cells and the contrasts, as on the page of the study."""
     lines = ["| epochs | weighting | KL to the teacher | right | spread of log w_L |",
@@ -326,11 +333,13 @@ def tables(rows: Sequence[dict[str, str]]) -> str:
             f"| {epochs} | `{one}` - `{other}` | {interval.mean:+.3f} ± {interval.half_width:.3f} "
             "| secondary |"
         )
-    lines += ["", "| epochs | weighting | a run's standard deviation of log KL |", "|---|---|---|"]
-    for epochs in REPEATED:
-        for name in WEIGHTINGS:
-            deviation = own_deviation(rows, epochs, name)
-            lines.append(f"| {epochs} | `{name}` | {deviation:.3f} |")
+    if any(row["repeat"] == "1" for row in rows):
+        lines += ["", "| epochs | weighting | a run's deviation of log KL |", "|---|---|---|"]
+        lines += [
+            f"| {epochs} | `{name}` | {own_deviation(rows, epochs, name):.3f} |"
+            for epochs in REPEATED
+            for name in WEIGHTINGS
+        ]
     return "\n".join(lines)
 
 
@@ -343,7 +352,7 @@ def own_deviation(rows: Sequence[dict[str, str]], epochs: int, weighting: str) -
     for row in rows:
         if int(row["epochs"]) == epochs and row["weighting"] == weighting:
             logs.setdefault(row["student"], []).append(math.log(float(row["kl"])))
-    squares = [(one - other) ** 2 / 2 for one, other in logs.values()]
+    squares = [(pair[0] - pair[1]) ** 2 / 2 for pair in logs.values() if len(pair) == 2]
     return math.sqrt(sum(squares) / len(squares))
 
 
@@ -359,7 +368,7 @@ def main() -> None:
     elif arguments.command == "run":
         run_all(Task(), arguments.minutes)
     else:
-        print(tables(read_rows()))
+        print(tables(of_whole_students(read_rows())))
 
 
 if __name__ == "__main__":
