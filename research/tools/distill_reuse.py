@@ -1,6 +1,6 @@
 """Distillation of tiny students under reuse of rollout batches, by weighting: the planned study.
 
-    python -m research.tools.distill_reuse models  # eight students and their teacher
+    python -m research.tools.distill_reuse models  # eight students and their teacher, as stored
     python -m research.tools.distill_reuse run [--minutes 9]  # continues where it ended
     python -m research.tools.distill_reuse table
 
@@ -12,6 +12,7 @@ import argparse
 import csv
 import math
 import random
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ from research.study.statistics import holm, paired_interval, student_p
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "distill_reuse"
 RESULTS = ROOT / "research" / "results" / "distillation.csv"
+MODELS = ROOT / "research" / "results" / "distillation_models.tar.xz"
 STUDENTS, TEACHER = range(1, 9), 100  # seeds
 EPOCHS = (1, 4, 16)
 BATCHES, PROMPTS, RESPONSES, MINIBATCHES, RATE = 8, 32, 4, 4, 3e-4
@@ -127,7 +129,14 @@ def fine_tune(task: Task, seed: int, *, layers: int, updates: int, noise: float)
 
 
 def make_models(task: Task) -> None:
-    """Write the teacher and the students, and print their shares of right answers."""
+    """Write the teacher and the students, and print their shares of right answers.
+
+    They are the stored ones; without that file they are trained from their seeds.
+    """
+    if MODELS.is_file():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(MODELS) as archive:
+            archive.extractall(FOLDER, filter="data")
     for seed in (TEACHER, *STUDENTS):
         if (folder := FOLDER / str(seed)).is_dir():
             continue
