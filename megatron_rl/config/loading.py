@@ -473,6 +473,9 @@ def _rule(item: Any, model: type[BaseModel]) -> str:
     kind, value = item["type"], item["input"]
     if kind == "string_pattern_mismatch":
         return PATTERNS[item["ctx"]["pattern"]]
+    if kind == "string_type" and isinstance(value, list | dict):
+        given = "a list" if isinstance(value, list) else "a mapping"
+        return f"must be a text, not {given}; give the text alone"
     if kind == "list_type":
         return f"must be a list, such as [{value}]"
     if kind in ("model_type", "dict_type"):

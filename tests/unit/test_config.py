@@ -124,6 +124,7 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             "rollout.gpu_memory_utilization=0: must be above 0",
         ),
         (MINIMAL, ["run.name=a/b"], "run.name='a/b': must be a file name of letters, digits, '.',"),
+        (MINIMAL, ["logging.wandb={project: p}"], "must be a text, not a mapping; give the text"),
         (MINIMAL, ["lag.partial_rollouts=8"], "set behavior=engine, or cache: recompute"),
         (MINIMAL, ["logging.keep_rollouts=2.5"], "must be all, sampled, or the number of"),
         (MINIMAL, ["lag.partial_rollouts={every_tokens: 8, cache: drop}"], "cache: recompute}"),
