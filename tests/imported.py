@@ -42,6 +42,15 @@ def _use_gloo_with_more_ranks_than_cores() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = decide
 
 
+def _register_kernels_once() -> None:
+    """Let vLLM look for its Triton kernels here, not in each rank: it goes through all modules."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+
 _use_gloo_with_more_ranks_than_cores()
+_register_kernels_once()
 pyarrow.array([0])  # imports pandas where it is, which every run would do with its first row
 gc.collect()  # forked processes keep what is there now

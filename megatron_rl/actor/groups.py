@@ -2,7 +2,7 @@
 
 A gloo group connects every pair of its ranks, and Megatron has about twenty groups. On CUDA only
 the group of all ranks has gloo in addition to NCCL, for objects and tensors on the host. Megatron's
-groups have NCCL alone. On the CPU all of them are gloo groups; those of one rank are one group.
+groups have NCCL alone. On the CPU all of them are gloo groups, and those of the same ranks are one.
 """
 
 import contextlib
@@ -151,18 +151,19 @@ def device_backend() -> str | None:
 def _groups_of(backend: str | None) -> Iterator[None]:
     """Let Megatron create its groups with this backend where it names none.
 
-    None: gloo, whose groups have threads of their own. A rank alone then needs only one of them.
+    None: gloo, whose groups have threads and connections of their own. There those of the same
+    ranks are one group: all ranks call its collectives in one order, as Megatron is written.
     """
     create = parallel_state.create_group
-    alone: dict[int, Any] = {}  # by rank; also on other ranks: torch numbers groups on all of them
+    created: dict[tuple[int, ...], Any] = {}  # also of other ranks: torch numbers groups on all
 
     def create_group(ranks: list[int], *args: Any, **options: Any) -> Any:
         options["backend"] = options.get("backend") or backend
-        if len(ranks) > 1 or options["backend"] is not None:
+        if options["backend"] is not None:
             return create(ranks, *args, **options)
-        if ranks[0] not in alone:
-            alone[ranks[0]] = create(ranks, *args, **options)
-        return alone[ranks[0]]
+        if (members := tuple(ranks)) not in created:
+            created[members] = create(ranks, *args, **options)
+        return created[members]
 
     with mock.patch.object(parallel_state, "create_group", create_group):
         yield

@@ -32,7 +32,7 @@ from megatron_rl.preflight.layout import (
 from megatron_rl.preflight.resources import check_disk, find_writable
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runtime.processes import group_sizes, has_cuda, limit_problem
+from megatron_rl.runtime.processes import has_cuda, limit_problem
 
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
@@ -70,7 +70,7 @@ def settings_problems(
         problems += length_problems(config, shape)
         if is_local:
             problems += _transformer_engine_problems(config, shape)
-            problems += _open_files_problems(config, world_size)
+            problems += [problem] if (problem := limit_problem(world_size)) else []
     try:
         run = RunDirectory.of(config)
         run.check_usable(config)
@@ -80,20 +80,6 @@ def settings_problems(
     except ConfigError as error:
         problems.append(str(error))
     return problems, shape
-
-
-def _open_files_problems(config: Config, world_size: int) -> list[str]:
-    parallel = config.parallel
-    groups = group_sizes(
-        world_size,
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor_size,
-    )
-    problem = limit_problem(world_size, groups, on_cuda=has_cuda())
-    return [] if problem is None else [problem]
 
 
 def check_evaluation(

@@ -58,41 +58,13 @@ def hard_limit() -> int:
     return MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
 
 
-def group_sizes(
-    world_size: int,
-    *,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    expert: int,
-    expert_tensor: int | None = None,
-) -> tuple[int, ...]:
-    """Return the size of each of Megatron's groups that a rank is in.
+def limit_problem(world_size: int) -> str | None:
+    """Describe why this machine's limit of open files is too small for the ranks, if it is.
 
-    First those of the ranks with equal dense and equal expert weights, then those of the model.
+    On CUDA only the group of all ranks has sockets: vLLM's groups and our own for tensors on the
+    host connect ranks when they first need it.
     """
-    in_expert = (tensor if expert_tensor is None else expert_tensor) * expert
-    stage = world_size // pipeline
-    data = stage // (tensor * context)
-    shards = (data * context, data, stage // in_expert)
-    dense = (context, tensor * pipeline, tensor, pipeline, min(pipeline, 2), 1)
-    several = (stage, tensor * data, tensor * context)
-    experts = (expert, in_expert // expert, in_expert, in_expert * pipeline, in_expert * pipeline)
-    sharded_weights = (1, 1)  # dense and expert weights gathered on use, which we do not use
-    return (*shards, *dense, *several, *experts, *sharded_weights, world_size)
-
-
-def count_sockets(world_size: int, groups: tuple[int, ...], *, on_cuda: bool) -> int:
-    """Count the sockets of a rank to other ranks: on CUDA only the group of all ranks has any.
-
-    vLLM's groups and our own for tensors on the host connect ranks when they first need it.
-    """
-    return world_size - 1 + (0 if on_cuda else sum(size - 1 for size in groups))
-
-
-def limit_problem(world_size: int, groups: tuple[int, ...], *, on_cuda: bool) -> str | None:
-    """Describe why this machine's limit of open files is too small for the layout, if it is."""
-    needed = count_sockets(world_size, groups, on_cuda=on_cuda) + OTHERS
+    needed = world_size - 1 + OTHERS
     if needed <= (limit := hard_limit()):
         return None
     return (

@@ -1,12 +1,10 @@
 """Faults in a real run of two ranks end it or not, as they should; no process remains.
 
 Every run here starts from one process that has imported everything; the faults are in
-`fault_injection`.
-MEGATRON_RL_ALL_FAULTS=1 also has a disk and a verifier hang and self-tests fail: six runs more.
+`fault_injection`. A disk or a verifier that hangs and self-tests that fail are slow tests.
 """
 
 import json
-import os
 
 import pytest
 
@@ -20,8 +18,6 @@ from tests.ranks import start_process
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.epochs=1",
          "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
          "trainer.checkpoint_every=1", "optimizer.decay=constant", *CUT)  # fmt: skip
-ALL = bool(os.environ.get("MEGATRON_RL_ALL_FAULTS"))
-only_in_all = pytest.mark.skipif(not ALL, reason="MEGATRON_RL_ALL_FAULTS=1 runs it")
 RUNS = [
     {"fault": "stop_in_an_update", "rank": 1},
     {"fault": "hold_the_lock", "rank": 1},
@@ -65,38 +61,51 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ended(folder):
     make_task()
-    return run_all(folder, RUNS + FURTHER_RUNS * ALL)
+    return run_all(folder, RUNS)
+
+
+@pytest.fixture(scope="module")
+def further_ended(folder):
+    make_task()
+    return run_all(folder, FURTHER_RUNS)
+
+
+WAITS = "does not wait for another rank"
 
 
 @pytest.mark.parametrize(
     ("name", "phase", "sign", "frame"),
     [
         ("stop_in_an_update", "train", "is stopped", "in stop"),
-        ("hold_the_lock", "behavior", "does not wait for another rank", "in spin_for_ever"),
-        ("kill_the_engine", "rollout", "does not wait for another rank", "wait_for_a_dead_device"),
-        pytest.param(
-            *(
-                "hang_in_a_save",
-                "checkpoint",
-                "does not wait for another rank",
-                "in write_for_ever",
-            ),
-            marks=only_in_all,
-        ),
+        ("hold_the_lock", "behavior", WAITS, "in spin_for_ever"),
+        ("kill_the_engine", "rollout", WAITS, "wait_for_a_dead_device"),
     ],
 )
 def test_hang_names_rank_and_ends_run_for_restart(folder, ended, name, phase, sign, frame):
-    run = ended[name]
+    check_hang(folder / name, ended[name], phase, sign, frame)
+
+
+@pytest.mark.slow
+def test_disk_that_hangs_names_rank_and_ends_run_for_restart(folder, further_ended):
+    run = further_ended["hang_in_a_save"]
+    check_hang(folder / "hang_in_a_save", run, "checkpoint", WAITS, "in write_for_ever")
+
+
+def check_hang(path, run, phase, sign, frame):
     assert run["status"] == 75, run["output"]
     assert f" s in {phase}: rank 1 {sign}" in run["output"], run["output"]
     assert "restart it with run.resume=auto" in run["output"]
-    (report,) = (folder / name / "stalls").glob("*.txt")
+    (report,) = (path / "stalls").glob("*.txt")
     text = report.read_text()
     assert str(report) in run["output"]
     assert frame in text.split("ranks 1:")[1].split("ranks 0:")[0], text
     assert run["left"] == []
     # Of use with `pytest -s`, for docs/measurements.md.
-    print(name, f"{run['ended_at'] - report.stat().st_mtime:.1f} s from report to end:", text[:200])
+    print(
+        path.name,
+        f"{run['ended_at'] - report.stat().st_mtime:.1f} s from report to end:",
+        text[:200],
+    )
 
 
 def test_run_resumes_after_hang_and_full_disk_skips_only_checkpoints(folder, ended):
@@ -127,14 +136,14 @@ def test_values_that_are_not_finite_on_one_rank(folder, ended):
     assert CheckpointFolders(path / "checkpoints").intact_steps() == [1]
 
 
-@only_in_all
-def test_verifier_that_always_hangs_ends_run_and_its_workers(ended):
-    run = ended["hanging_verifier"]
+@pytest.mark.slow
+def test_verifier_that_always_hangs_ends_run_and_its_workers(further_ended):
+    run = further_ended["hanging_verifier"]
     assert run["status"] == 1 and run["left"] == [], run["output"]
     assert "none of 8 responses was graded within reward.time_limit_seconds=0.2" in run["output"]
 
 
-@only_in_all
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -144,9 +153,9 @@ def test_verifier_that_always_hangs_ends_run_and_its_workers(ended):
         ("engine_weights", "after the weight push the log-probs of engine 1 differ"),
     ],
 )
-def test_failed_self_test_ends_run_and_is_named(folder, ended, name, what):
+def test_failed_self_test_ends_run_and_is_named(folder, further_ended, name, what):
     """A contract broken by one rank ends the run in the first step that checks it."""
-    run = ended[f"break_{name}"]
+    run = further_ended[f"break_{name}"]
     assert run["status"] == 1 and run["left"] == [], run["output"]
     assert f"self-test {name} failed in step 2: {what}" in run["output"], run["output"]
     assert [row["step"] for row in read_metrics(folder / f"break_{name}")] == [0, 1]

@@ -249,9 +249,6 @@ def test_chained_job_resumes_after_simulated_preemption(slurm, launcher):
     launcher.assert_whole("chained")
 
 
-@pytest.mark.skipif(
-    not os.environ.get("MEGATRON_RL_ALL_FAULTS"), reason="MEGATRON_RL_ALL_FAULTS=1 runs it: minutes"
-)
 def test_hung_job_is_requeued_and_ends_as_undisturbed_job(slurm, launcher):
     """One of two nodes' ranks is stopped: the watchers end both, and nobody starts it by hand."""
     settings = ("trainer.stall_seconds=45", "trainer.checkpoint_every=2", "trainer.steps=8")

@@ -238,20 +238,14 @@ def limit(monkeypatch):
 
 
 def test_limit_too_small_for_ranks_is_named(limit):
-    layout = {"tensor": 8, "pipeline": 4, "context": 1, "expert": 1}
-    groups = processes.group_sizes(1024, **layout)
     limit(1535)  # 1,023 sockets and 512 other files
-    assert processes.limit_problem(1024, groups, on_cuda=True) is None
+    assert processes.limit_problem(1024) is None
     limit(1534)
-    problem = processes.limit_problem(1024, groups, on_cuda=True)
+    problem = processes.limit_problem(1024)
     assert problem is not None
     assert "1,024 processes needs up to 1,535 open files" in problem and "is 1,534" in problem
     limit(resource.RLIM_INFINITY)
-    assert processes.limit_problem(1024, groups, on_cuda=False) is None
-    limit(4096)
-    assert processes.limit_problem(1024, groups, on_cuda=False) is None
-    limit(2048)  # on the CPU every group of Megatron has sockets
-    assert processes.limit_problem(1024, groups, on_cuda=False) is not None
+    assert processes.limit_problem(1024) is None
 
 
 def test_limited_address_space_is_named_with_its_cure(monkeypatch):
