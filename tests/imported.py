@@ -6,9 +6,11 @@
 import gc
 import importlib
 import os
+import weakref
 
 import pyarrow
 import torch.distributed as dist
+import torch.library
 
 from megatron_rl.cli import COMMANDS
 from megatron_rl.commands.train import rank_modules
@@ -18,6 +20,11 @@ MODULES = (
     *rank_modules(), *(f"megatron_rl.commands.{name}" for name in COMMANDS),
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
     "compressed_tensors", "matplotlib.figure", "mpl_toolkits.mplot3d.axes3d", "tabulate",
+    # While an engine starts and a checkpoint is saved:
+    "vllm.entrypoints.launchers.cli_args", "vllm.v1.core.sched.scheduler",
+    "vllm.distributed.elastic_ep.elastic_execute", "vllm.v1.pool.flash_maxsim",
+    "vllm.model_executor.layers.quantization.online.base", "megatron.core.models.mimo",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
 )  # fmt: skip
 
 prepare_environment()
@@ -42,15 +49,32 @@ def _use_gloo_with_more_ranks_than_cores() -> None:
     CpuCommunicator._all_group_ranks_share_shm_group_name = decide
 
 
-def _register_kernels_once() -> None:
-    """Let vLLM look for its Triton kernels here, not in each rank: it goes through all modules."""
+def _prepare_engines() -> None:
+    """Do here what vLLM does once in a process and every rank would repeat.
+
+    Its kernels for Triton are looked for in all modules, its plugins in all packages, and its
+    logging makes all loggers forget what they know.
+    """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
 
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    configure_logging_if_needed(LoggingConfig())
+    load_general_plugins()
+
+
+def _keep_libraries_at_exit() -> None:
+    """Let torch's operators end with their process: removing each takes a rank a moment."""
+    for each in list(weakref.finalize._registry):
+        if (found := each.peek()) and found[1] is torch.library._del_library:
+            each.detach()
 
 
 _use_gloo_with_more_ranks_than_cores()
-_register_kernels_once()
+_prepare_engines()
+_keep_libraries_at_exit()
 pyarrow.array([0])  # imports pandas where it is, which every run would do with its first row
 gc.collect()  # forked processes keep what is there now

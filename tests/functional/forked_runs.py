@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_rl.runtime import launcher
 from megatron_rl.runtime.launcher import RankProcess
+from megatron_rl.trainer.recorder import Recorder
 from tests.ranks import start_process
 
 
@@ -81,4 +82,6 @@ def _run(arguments: list[str], output: str, cwd: str) -> None:
     os.dup2(file, 2)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
+    # A figure takes a second; runs in new interpreters draw theirs.
+    Recorder.draw = lambda recorder: None
     os._exit(run_command(arguments))
