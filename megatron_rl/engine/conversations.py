@@ -91,7 +91,7 @@ class _Conversation:
 
 
 class Conversations:
-    """The conversations of one call on one engine; implements `running.FurtherRequests`.
+    """The conversations of one call on one engine; implements `requests.FurtherRequests`.
 
     prompts: with their numbers among all prompts of the call. on_advance: receives the number of
     turns and answers so far.

@@ -103,7 +103,7 @@ class PartialRolloutSource(RolloutSource):
             slot for slot in buffer.schedule.due(step, ahead=windows - 1) if slot not in finished
         ]
 
-    def advance(self, step: int, slots: Sequence[PromptSlot]) -> list[RolloutWindow]:
+    def advance(self, step: int, slots: Sequence[PromptSlot]) -> None:
         """Generate one window of the groups of these slots with the current weights."""
         parts = self._parts(step, slots)
         keep, before = self.run.config.lag.keeps_cache, self._tokens()
@@ -113,7 +113,6 @@ class PartialRolloutSource(RolloutSource):
             pairs = zip(prompts, continued, strict=True)
             self.insert(members, [Rollout(prompt, one, UNFINISHED) for prompt, one in pairs])
         self.new_tokens = self._tokens() - before
-        return [part for _, part in parts]
 
     def insert(self, slots: Sequence[PromptSlot], rollouts: Sequence[Rollout]) -> None:
         """Put the rollouts of slots, group after group, in the place of those before."""

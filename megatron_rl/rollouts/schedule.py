@@ -245,11 +245,6 @@ class LagClock:
     step: int
     updates: int  # optimizer updates so far
 
-    @classmethod
-    def at(cls, step: int, *, updates: int) -> "LagClock":
-        """Start of training in step `step`, after `updates` updates."""
-        return cls(step, updates)
-
     def metrics(
         self, groups: Sequence[PromptGroup], held: Iterable[PromptGroup]
     ) -> dict[str, float]:

@@ -285,7 +285,7 @@ def _build_trainer(
     buffer = GroupBuffer(build_schedule(config))
     faults = SkippedUpdates(writer, console)
     checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, interruption, buffer, faults
+        config, directory, console, topology.rank, recorder.wait, buffer, faults, interruption
     )
     # First, while the actor has the weights that it read, which are often the reference's.
     compares = needs_reference(objective.needs)

@@ -1,25 +1,16 @@
-"""Saving checkpoints, resuming from them, and those that are kept regardless of age.
+"""Saving checkpoints, resuming from them, and those that are kept regardless of age."""
 
-*Recorded routes.* The updates of a step compare or replay the experts that the behavior pass
-recorded, and a run that resumes after an update no longer has the weights to record them again.
-Every rank writes its share to a file of its own: the experts of its layers for its tokens, each
-token named by its rollout, its sequence in the rollout and its position. A run with another layout
-takes its share from all files.
-"""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.config import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
     sum_over_ranks,
@@ -33,87 +24,9 @@ from megatron_rl.runs.group_file import read_groups, read_metadata, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
+from megatron_rl.trainer.route_files import read_routes, write_routes
 from megatron_rl.trainer.step_progress import SkippedUpdates, StepProgress
-from megatron_rl.types import PromptGroup, TokenBatch
-
-NAME = "routes_{:05d}.pt"  # by rank
-_POSITION_BITS = 24  # of the 32 of a token in its rollout; the others number its sequences
-
-
-def write_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
-    """Write this rank's share; nothing if no routes were recorded."""
-    parts = [
-        {"tokens": _tokens(pack, actor), "routes": pack.routes.cpu()}
-        for pack in packs
-        if pack.routes is not None
-    ]
-    if parts:
-        content = {"layers": _layers(actor), "parts": parts}
-        torch.save(content, folder / NAME.format(actor.topology.rank))
-
-
-def read_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
-    """Give packs the routes that a checkpoint contains, if it contains any.
-
-    Padding that the run before did not have is assigned to the first experts. Raises ValueError if
-    the files lack a token.
-    """
-    known = list(_read(folder))
-    if not known:
-        return
-    layers = _layers(actor)
-    for pack in packs:
-        tokens = _tokens(pack, actor)
-        k = known[0][2].shape[2]
-        routes = torch.arange(k).repeat(len(layers), len(tokens), 1).to(known[0][2].dtype)
-        missing = torch.ones(len(layers), len(tokens), dtype=torch.bool)
-        for their_layers, their_tokens, theirs in known:
-            order = their_tokens.argsort()
-            ordered = their_tokens[order]
-            places = torch.searchsorted(ordered, tokens).clamp(max=len(ordered) - 1)
-            own = (ordered[places] == tokens).nonzero().squeeze(1)
-            for row, layer in enumerate(layers):
-                if layer in their_layers:
-                    source = theirs[their_layers.index(layer)]
-                    routes[row, own] = source[order[places[own]]]
-                    missing[row, own] = False
-        is_used = actor.routing.own_part(actor.packs.prepare(pack).host.is_used)
-        if (lost := missing[:, is_used]).any():
-            raise ValueError(f"routes of {int(lost.sum())} tokens are missing in {folder}")
-        pack.routes = routes.to(actor.topology.device)
-
-
-def _read(folder: Path) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Yield layers, tokens and routes of each pack of each rank."""
-    for file in sorted(folder.glob(NAME.replace("{:05d}", "*"))):
-        content: dict[str, Any] = torch.load(file, weights_only=True)
-        for part in content["parts"]:
-            yield content["layers"], part["tokens"], part["routes"]
-
-
-def _layers(actor: MegatronActor) -> list[int]:
-    return [layer.number for layer in actor.routing.layers]
-
-
-def _tokens(pack: TokenBatch, actor: MegatronActor) -> Tensor:
-    """Name each token whose routes this rank has; [t] int64."""
-    layout = actor.packs.prepare(pack).host
-    return actor.routing.own_part(layout.shard(token_keys(pack)))
-
-
-def token_keys(pack: TokenBatch) -> Tensor:
-    """Name each token by its rollout, sequence in the rollout and position; [T] int64."""
-    joined = pack.joined or (1,) * len(pack.rollout_indices)
-    sequences = [
-        (index << 32) + (number << _POSITION_BITS)
-        for index, count in zip(pack.rollout_indices, joined, strict=True)
-        for number in range(count)
-    ]
-    assert max(joined) <= 1 << 32 - _POSITION_BITS
-    assert max(pack.sequence_lengths) <= 1 << _POSITION_BITS
-    names = torch.tensor(sequences).repeat_interleave(torch.tensor(pack.sequence_lengths))
-    return names + pack.position_ids
-
+from megatron_rl.types import PromptGroup
 
 BUFFER_FILE = "buffer.parquet"  # in a checkpoint: groups that may still be trained
 STEP_STATE_FILE = "step_state.pt"  # in a checkpoint inside a step: the results of its updates
@@ -134,9 +47,9 @@ class CheckpointKeeper:
     console: Console
     rank: int
     wait_for_records: Callable[[], None]
+    buffer: GroupBuffer
+    faults: SkippedUpdates
     interruption: Interruption = field(default_factory=Interruption)
-    buffer: GroupBuffer | None = None
-    faults: SkippedUpdates | None = None
     done: int = 0  # steps that are finished and recorded
     step_progress: StepProgress | None = None  # the next one, once it has its rollout batch
     # metrics of rollouts that a killed run generated
@@ -144,8 +57,8 @@ class CheckpointKeeper:
     _saved: tuple[int, int] = (0, 0)  # step and updates of the newest checkpoint
     _is_writing: bool = False  # Megatron is; its errors may occur on a single rank
 
-    def restore(self, actor: MegatronActor) -> int:
-        """Load the newest intact checkpoint; return the number of finished steps, 0 for none.
+    def restore(self, actor: MegatronActor) -> None:
+        """Load the newest intact checkpoint, if there is one; `done` steps are finished.
 
         If the checkpoint is inside a step, `step_progress` describes that step afterwards. Rollouts
         that a killed run generated with the loaded weights are in the buffer.
@@ -176,9 +89,8 @@ class CheckpointKeeper:
                 "again over its own results; restore one, or choose another run.name:\n  "
                 + "\n  ".join(quarantine)
             )
-        if self.step_progress is None and actor is not None:
+        if self.step_progress is None:
             self._restore_rollouts(actor)
-        return self.done
 
     def _resume_from(self, step: int) -> None:
         """Set the position of the run to the checkpoint of `step`, which is loaded."""
@@ -191,7 +103,7 @@ class CheckpointKeeper:
         if self.step_progress is None or (
             self.step_progress.is_trained(all_updates) and is_recorded
         ):
-            if self.step_progress is not None and self.buffer is not None:
+            if self.step_progress is not None:
                 made = self.step_progress.updates.made(self.config.trainer.minibatches)
                 self.buffer.evict(step, made)
             self.finish(step)
@@ -202,7 +114,7 @@ class CheckpointKeeper:
 
     def _restore_rollouts(self, actor: MegatronActor) -> None:
         """Read rollouts that a killed run generated for the next step with the loaded weights."""
-        if self.buffer is None or self.config.model.routing_replay == "engine":
+        if self.config.model.routing_replay == "engine":
             return  # the engine's routes are in no file: the step is generated again
         file = self.directory.generated.file(self.done + 1)
         if not gather_from_ranks(file.is_file())[0]:
@@ -244,8 +156,8 @@ class CheckpointKeeper:
                     f"another release of megatron_rl ({error!r}); resume with that release, or "
                     "move the folder away to resume from the previous checkpoint"
                 ) from error
-            if self.faults is not None:  # missing in checkpoints of earlier releases
-                self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
+            # Missing in checkpoints of earlier releases.
+            self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
         saved, mine = manifest["digests"], actor.digest()
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout or release of Megatron each rank has other tensors.
@@ -256,8 +168,7 @@ class CheckpointKeeper:
     def _load_step_progress(self, folder: Path, actor: MegatronActor) -> None:
         """Load the buffer and the step progress of a checkpoint."""
         held, step_progress = folder / BUFFER_FILE, folder / STEP_STATE_FILE
-        if self.buffer is not None:
-            self.buffer.restore(self._read_groups(held, actor) if held.is_file() else [])
+        self.buffer.restore(self._read_groups(held, actor) if held.is_file() else [])
         is_inside = step_progress.is_file()
         device = actor.topology.device
         self.step_progress = StepProgress.load(step_progress, device=device) if is_inside else None
@@ -277,14 +188,12 @@ class CheckpointKeeper:
     def begin(self, new: StepProgress, actor: MegatronActor) -> StepProgress:
         """Track a step that has its rollout batch; returns the progress of a resumed step.
 
-        Afterwards the batch has the routes of its behavior pass. Collective.
+        The batch of a resumed step has the routes of its behavior pass afterwards.
         """
         assert new.batch is not None
         if self.step_progress is None:
             new.generated = new.generated or self._generated
             self.step_progress = new
-            if reason_routes_unrecorded(self.config) is None:
-                new.batch.record_routes(actor)
         else:
             assert self.step_progress.step == new.step, "another step is in progress"
             self.step_progress.attach(new.batch)
@@ -402,7 +311,7 @@ class CheckpointKeeper:
         with sync_errors_across_ranks(doing=doing):
             if self.rank == 0:
                 folders.begin(step)
-                if self.buffer is not None and (held := self.buffer.contents()):
+                if held := self.buffer.contents():
                     write_groups(folders.partial(step) / BUFFER_FILE, held)
                 if state is not None:
                     torch.save(state, folders.partial(step) / STEP_STATE_FILE)
@@ -426,7 +335,7 @@ class CheckpointKeeper:
                 # A run that resumes from here would not write them again.
                 self.wait_for_records()
                 self.directory.flush()
-                skipped = self.faults.in_a_row if self.faults is not None else 0
+                skipped = self.faults.in_a_row
                 folders.complete(step, sums=sums, digests=digests, skipped=skipped)
                 spared = partial(retained_steps, config=self.config, folder=self.directory.path)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)

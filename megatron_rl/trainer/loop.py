@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.actor.reference import References
+from megatron_rl.config.config import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
 from megatron_rl.rollouts.batch_metrics import batch_metrics
@@ -148,6 +149,8 @@ class Trainer:
         with self.clock.phase("record"):
             new = StepProgress(step, self.actor.updates, self.source.metrics(fresh), batch)
             step_progress = self.checkpoints.begin(new, self.actor)
+            if step_progress is new and reason_routes_unrecorded(self.config) is None:
+                batch.record_routes(self.actor)  # a resumed step has them from its checkpoint
             groups = self.source.restorable(fresh)
             self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
         return step_progress
@@ -186,7 +189,7 @@ class Trainer:
     ) -> None:
         """Write the metrics and rollouts of a step; `further` metrics are of sync and eval."""
         step, updates = step_progress.step, step_progress.updates
-        clock = LagClock.at(step, updates=step_progress.first_update)
+        clock = LagClock(step, updates=step_progress.first_update)
         metrics = {"step": step, **step_progress.generated, **batch_metrics(batch)}
         metrics |= clock.metrics(batch.groups, self.run.buffer.groups.values())
         metrics |= {**updates.metrics(), **further}

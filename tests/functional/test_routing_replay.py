@@ -58,8 +58,8 @@ def _train(root, topology, case, checkpoint):
     from megatron_rl.config.sections import OptimizerSection
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
     from megatron_rl.objectives import build_objective
-    from megatron_rl.trainer.checkpointing import read_routes, write_routes
     from megatron_rl.trainer.learning_check import measure_routing
+    from megatron_rl.trainer.route_files import read_routes, write_routes
 
     replay, recompute = CASES[case]
     settings = ActorSettings(
@@ -148,7 +148,7 @@ def _read_elsewhere(rank, world_size, root):
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.data.packing import plan_minibatches
-    from megatron_rl.trainer.checkpointing import read_routes
+    from megatron_rl.trainer.route_files import read_routes
 
     topology = groups.initialise(context=world_size)
     actor = MegatronActor(Path(root) / "model", topology=topology, settings=ActorSettings())

@@ -17,7 +17,7 @@ import torch
 
 from tests.functional.test_actor_layouts import make_model
 from tests.ranks import run_ranks
-from tests.unit.trainer.scripted import make_config
+from tests.unit.trainer.scripted import make_config, make_keeper
 
 RANKS = 2
 OPERATIONS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -61,15 +61,12 @@ class Moments:
 def keep(root, actor):
     """A keeper of checkpoints in a run directory, as training has one."""
     from megatron_rl.runs.directory import RunDirectory
-    from megatron_rl.telemetry.console import Console
-    from megatron_rl.trainer.checkpointing import CheckpointKeeper
 
     directory, rank = RunDirectory(root), actor.topology.rank
     if rank == 0:
         directory.create(make_config(keep_checkpoints=2))
     torch.distributed.barrier()
-    console = Console(is_main_rank=False)
-    return CheckpointKeeper(make_config(keep_checkpoints=2), directory, console, rank, lambda: None)
+    return make_keeper(make_config(keep_checkpoints=2), directory, rank=rank)
 
 
 def fill(actor, seed):
@@ -129,7 +126,8 @@ def save_and_restore(rank, world_size, root):
             shutil.copytree(copies / copy, run / "checkpoints")
         torch.distributed.barrier()
         again = keep(run, actor)
-        done = again.restore(actor)
+        again.restore(actor)
+        done = again.done
         hidden = [entry.name for entry in again.directory.checkpoints.path.glob(".*")]
         found.append((copy, done, actor.digest() in digests.get(done, []), hidden))
     again.done = 4  # and what was restored last can be saved and pruned as ever

@@ -19,11 +19,10 @@ from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import read_metrics
-from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import MetricLog
-from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.ranks import run_ranks
+from tests.unit.trainer.scripted import make_keeper
 
 
 def build_config(**run):
@@ -123,10 +122,7 @@ def test_resume_removes_remains_of_failed_save(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
     (directory.checkpoints.partial(8) / "actor").mkdir(parents=True)
-    keeper = CheckpointKeeper(
-        build_config(), directory, Console(is_main_rank=False), 0, lambda: None
-    )
-    assert keeper.restore(None) == 0  # there is nothing to load
+    assert restore(directory, LoadingActor()) == 0  # there is nothing to load
     assert not list(directory.checkpoints.path.iterdir())
 
 
@@ -143,8 +139,9 @@ class LoadingActor:
 
 
 def restore(directory, actor):
-    console = Console(is_main_rank=False)
-    return CheckpointKeeper(build_config(), directory, console, 0, lambda: None).restore(actor)
+    keeper = make_keeper(build_config(), directory, rank=actor.topology.rank)
+    keeper.restore(actor)
+    return keeper.done
 
 
 def test_damaged_checkpoint_is_quarantined_and_previous_one_loads(tmp_path):
@@ -199,10 +196,7 @@ def see_damage_alone(rank, world_size, path):
         )
     actor = LoadingActor()
     actor.topology = Topology(world_size=world_size, rank=rank, dp_size=world_size)
-    keeper = CheckpointKeeper(
-        build_config(), directory, Console(is_main_rank=False), rank, lambda: None
-    )
-    return keeper.restore(actor)
+    return restore(directory, actor)
 
 
 def test_damage_seen_by_one_rank_makes_all_ranks_use_previous_checkpoint(tmp_path):

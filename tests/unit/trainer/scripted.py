@@ -292,6 +292,13 @@ def make_config(*, sections=None, **trainer):
     )  # fmt: skip
 
 
+def make_keeper(config, directory, *, rank=0, wait=lambda: None):
+    """Return a keeper of checkpoints whose run has no rollouts and no skipped updates yet."""
+    console = Console(is_main_rank=False)
+    buffer, faults = GroupBuffer(build_schedule(config)), SkippedUpdates(directory, console)
+    return CheckpointKeeper(config, directory, console, rank, wait, buffer, faults)
+
+
 def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
@@ -320,7 +327,7 @@ def run_loop(
     faults = SkippedUpdates(directory, console)
     if keep is not None:
         checkpoints = CheckpointKeeper(
-            config, directory, console, 0, recorder.wait, keep, buffer, faults
+            config, directory, console, 0, recorder.wait, buffer, faults, keep
         )
         checkpoints.restore(actor)
     else:

@@ -20,11 +20,17 @@ from megatron_rl.runs.files import PHASES, evaluation_scores, read_metrics
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, PhaseClock
 from megatron_rl.trainer.build import collective_timeout
-from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import Response
-from tests.unit.trainer.scripted import PROMPTS, ScriptedEngine, ScriptedPool, make_config, run_loop
+from tests.unit.trainer.scripted import (
+    PROMPTS,
+    ScriptedEngine,
+    ScriptedPool,
+    make_config,
+    make_keeper,
+    run_loop,
+)
 
 
 def test_step_generates_once_scores_once_and_reuses(tmp_path):
@@ -269,8 +275,7 @@ def test_checkpoint_is_renamed_after_records_are_on_disk(tmp_path):
         complete(step, **stated)
 
     directory.checkpoints.complete = complete_after_records
-    console = Console(is_main_rank=False)
-    keeper = CheckpointKeeper(make_config(), directory, console, 0, writer.wait)
+    keeper = make_keeper(make_config(), directory, wait=writer.wait)
     keeper.done = 1
     keeper.save(Actor())
     assert directory.checkpoints.intact_steps() == [1]

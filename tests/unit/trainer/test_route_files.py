@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_rl.data.packing import build_pack
-from megatron_rl.trainer.checkpointing import token_keys
+from megatron_rl.trainer.route_files import token_keys
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 
 
