@@ -1,6 +1,15 @@
 """The page of the study of distillation under reuse against its stored rows."""
 
-from research.tools.distill_reuse import EPOCHS, REPEATED, ROOT, STUDENTS, WEIGHTINGS, read_rows
+from research.tools.distill_reuse import (
+    EPOCHS,
+    REPEATED,
+    ROOT,
+    STUDENTS,
+    WEIGHTINGS,
+    of_whole_students,
+    read_rows,
+    tables,
+)
 
 PAGE = ROOT / "research" / "docs" / "distillation-study.md"
 
@@ -15,5 +24,8 @@ def test_rows_are_runs_of_the_plan_in_its_order():
     assert found == planned[: len(found)]
 
 
-def test_page_counts_the_rows():
-    assert f"{len(read_rows())} of 120 runs" in PAGE.read_text(encoding="utf-8")
+def test_page_has_the_tables_of_the_rows():
+    page, rows = PAGE.read_text(encoding="utf-8"), read_rows()
+    repeats = sum(row["repeat"] == "1" for row in rows)
+    assert f"All {len(rows) - repeats} of 120 runs and {repeats} of the 80 repeats" in page
+    assert tables(of_whole_students(rows)) in page
