@@ -1,10 +1,11 @@
 """`megatron-rl quickstart`: make a tiny task and model, and train it, on two CPU cores."""
 
 import argparse
-import subprocess
+import multiprocessing
 import sys
 from importlib.resources import files
 
+from megatron_rl.apps.tasks import tiny_task
 from megatron_rl.commands import train
 from megatron_rl.commands.options import Commands, add_command, overrides
 from megatron_rl.config import load_config
@@ -28,8 +29,16 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     config = str(files("megatron_rl.apps.tasks") / "quickstart.yaml")
     load_config(config, options.overrides)  # refuses wrong settings before anything is made
     train.check_installed()
-    command = [sys.executable, "-m", "megatron_rl.apps.tasks.tiny_task", "--output", TASK]
-    if subprocess.run(command, check=False).returncode:
+    # A fork: what it imports does not stay in this process, which forks the ranks.
+    making = multiprocessing.get_context("fork").Process(target=_make_task)
+    making.start()
+    making.join()
+    if making.exitcode:
         raise UserError(f"the tiny task in {TASK} could not be made; the cause is above")
     options.config, options.print_config = config, False
     return train.run(options, ["train", "--config", config, *options.overrides])
+
+
+def _make_task() -> None:
+    sys.argv[1:] = ["--output", TASK]
+    tiny_task.main()

@@ -82,10 +82,11 @@ def cpu_engine_problems(
 
 
 def engine_argument_problems(given: Mapping[str, Any]) -> list[str]:
-    """List the arguments that cannot be passed to vLLM, which is imported only if there are any."""
-    if not given:
-        return []
-    known = _known()
+    """List the arguments that cannot be passed to vLLM.
+
+    It is imported only if there are some that are not refused anyway.
+    """
+    known = _known() if given.keys() - REFUSED.keys() else set()
     problems = []
     for name in given:
         if name in REFUSED:

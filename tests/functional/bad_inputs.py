@@ -13,6 +13,7 @@ from pathlib import Path
 
 TRAIN = ["train", "--config", "run.yaml"]
 REWARD = "def score(text, ground_truth, data_source):\n    return float(text == ground_truth)\n"
+VALID_REWARD = "fair_reward:score"
 QUESTION = "Work out 4 + 2 modulo 10."
 
 
@@ -478,7 +479,7 @@ OTHER_COMMANDS = [
     Case("eval of a model that is cut", ("is not a complete", "download it again"),
          ("eval", "--model", "model", "--data", "train.jsonl",
           "data.columns={prompt: prompt, answer: answer}", "rollout.max_response_tokens=8",
-          "data.max_prompt_tokens=48"), cut(WEIGHTS, -9)),
+          "data.max_prompt_tokens=48", f"reward.verifier={VALID_REWARD}"), cut(WEIGHTS, -9)),
     Case("two sets of one name", ("two sets are called train", "NAME=FILE"),
          ("eval", "--model", "model", "--data", "train.jsonl", "--data", "train.jsonl")),
     Case("a plan for no devices", ("--devices: '0' must be a whole number, 1 or more",),
@@ -587,5 +588,6 @@ def make_folder(folder: Path, model: Path) -> None:
         "data: {train: train.jsonl, max_prompt_tokens: 48, "
         "columns: {prompt: prompt, answer: answer}}\n"
         "rollout: {prompts_per_step: 4, responses_per_prompt: 2, max_response_tokens: 8}\n"
-        "trainer: {minibatches: 1, steps: 1}\nreward: {verifier: fair_reward:score}\n"
+        "trainer: {minibatches: 1, steps: 1}\n"
+        f"reward: {{verifier: {VALID_REWARD}}}\n"
     )

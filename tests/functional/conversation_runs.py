@@ -17,14 +17,14 @@ from tests.functional.test_conversations import save_model
 from tests.functional.tiny_runs import ROOT
 
 CONFIG = ROOT / "examples" / "pnpo" / "ask.yaml"
-PROMPTS, SAMPLES = 8, 4
+PROMPTS, SAMPLES = 4, 4
 SHORT = (
     f"rollout.prompts_per_step={PROMPTS}", f"rollout.responses_per_prompt={SAMPLES}",
     "rollout.max_response_tokens=24", "rollout.kv_cache_mib=8", "data.max_prompt_tokens=48",
     "environment.max_context_tokens=96", "environment.max_turns=5",
     "environment.max_turn_tokens=6", "environment.time_limit_seconds=120", "trainer.steps=3",
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
-    "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=2", "eval.samples=2",
+    "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=3", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
     "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
     "reward.verifier=tests.functional.sums:grade",  # only tried: the environments give rewards
@@ -35,8 +35,11 @@ ALL = (
     "trainer.self_test_every=1",
 )  # fmt: skip
 RESTARTS = ("environment.name=tests.functional.talking:RestartLedger", "environment.max_rewrites=2")
-# Agents that change the history at each of their three turns.
-AGENTS = ("environment.name=tests.functional.talking:Forgetful", "environment.max_turns=4",
+# Agents that change the history at each of their three turns; twice the prompts, so that some of
+# them have rows that are flat, and some do not.
+AGENTS = ("environment.name=tests.functional.forgetful:Forgetful", "environment.max_turns=4",
+          f"rollout.prompts_per_step={2 * PROMPTS}",
+          f"rollout.responses_per_prompt={SAMPLES // 2}",
           "environment.on_error=zero", "data.columns={prompt: question, answer: answer}",
           "trainer.steps=1", "eval.sets={}", "advantage.credit=response")  # fmt: skip
 RUNS = {

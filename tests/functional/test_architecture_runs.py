@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.functional.test_architectures import _save_model
-from tests.functional.tiny_runs import TASK, make_task, train
+from tests.functional.tiny_runs import TASK, TRAIN, make_task, train
 from tests.published_form import load_model
 
 FURTHER = ("model.visual.", "mtp.")  # not part of the text model
 SETTINGS = (
     "trainer.dtype=bfloat16", "reward.verifier=tests.functional.sums:parity",
-    "rollout.prompts_per_step=4", "rollout.responses_per_prompt=4", "trainer.steps=2",
+    "rollout.prompts_per_step=2", "rollout.responses_per_prompt=4", "trainer.steps=2",
     "rollout.max_response_tokens=16", "trainer.epochs=2", "trainer.minibatches=1",
     "trainer.checkpoint_every=2", "parallel.context=1", "eval.sets={}", "rollout.kv_cache_mib=32",
     "logging.tensorboard=false", "optimizer.decay=constant", "optimizer.learning_rate=1.0e-2",
@@ -40,7 +40,7 @@ def test_training_in_bfloat16_moves_every_weight(name, tmp_path):
     text = config.get("text_config", config)
     text["eos_token_id"] = json.loads((TASK / "model" / "config.json").read_text())["eos_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
-    places = (f"model.path={folder}", f"data.train={TASK}/train.parquet")
+    places = (f"model.path={folder}", f"data.train={TRAIN}")
     rows = train(*SETTINGS, f"run.dir={tmp_path}", "run.name=run", places=places)[1:]
     assert [row["ratio/first_minibatch_max_deviation"] for row in rows] == [0.0, 0.0]
     # A push that leaves a part behind would show here after four updates of 1e-2.

@@ -11,9 +11,11 @@ import pytest
 from megatron_rl.cli import main
 from megatron_rl.commands import evaluate, train
 from megatron_rl.config import load_config
+from megatron_rl.preflight import trials
+from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.trainer.build import run_training
-from tests.functional.bad_inputs import CASES, cut, make_folder, parquet
+from tests.functional.bad_inputs import CASES, VALID_REWARD, cut, make_folder, parquet
 from tests.functional.tiny_runs import TASK, make_task, start_training
 
 MAX_LINES = 12
@@ -24,9 +26,37 @@ def tiny_task():
     make_task()
 
 
+class SharedPool(VerifierPool):
+    """The processes of a valid reward, which later cases try again instead of starting others."""
+
+    def __exit__(self, *error):
+        pass  # its fixture closes it
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = {}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Create a first user's folder, and make starting a rank fail the test."""
+def place(tmp_path, monkeypatch, pools):
+    """Create a first user's folder, and make starting a rank fail the test.
+
+    The folder's own valid reward is loaded once; a case's own reward is, in each case.
+    """
+
+    def share_valid(reward, workers, *, echo):
+        if reward.verifier != VALID_REWARD:
+            return VerifierPool(reward, workers, echo=echo)
+        settings = reward.model_dump_json() + workers.model_dump_json()
+        if settings not in pools:
+            pools[settings] = SharedPool(reward, workers, echo=echo)
+        return pools[settings]
+
+    monkeypatch.setattr(trials, "VerifierPool", share_valid)
 
     def start(*arguments, **where):
         raise AssertionError(

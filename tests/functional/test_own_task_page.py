@@ -84,7 +84,8 @@ def test_config_converted_from_another_trainer_trains_a_step(tmp_path):
     make_task()
     rows = train(  # one step
         f"run.dir={tmp_path}", "run.name=a", "data.epochs=0.001", *SMALL[1:], "eval.sets={}",
-        "data.columns={}", "parallel.tensor=1", "rollout.tensor=1", "data.max_prompt_tokens=48",
+        "data.columns={}", PLACES[3], "parallel.tensor=1", "rollout.tensor=1",
+        "data.max_prompt_tokens=48",
         "rollout.max_response_tokens=56", "rollout.kv_cache_mib=16", "logging.tensorboard=false",
         "trainer.tokens_per_micro_batch=1024",
         config=ROOT / "examples" / "pnpo" / "from_verl.yaml", places=PLACES[:2],

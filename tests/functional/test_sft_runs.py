@@ -15,7 +15,7 @@ from megatron_rl.apps.tasks import tiny_task
 from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import learned
-from tests.functional.tiny_runs import TASK, make_task, start_training, train
+from tests.functional.tiny_runs import HELDOUT, TASK, make_task, start_training, train
 from tests.published_form import load_model
 
 SETTINGS = tiny_task.Settings(shortest=4, longest=5)  # two of them fit the model
@@ -51,7 +51,9 @@ sft: {{validation: {{held: {folder}/held.jsonl}}}}
 rollout: {{prompts_per_step: 32, max_response_tokens: 64, kv_cache_mib: 64}}
 optimizer: {{learning_rate: 1.0e-3, warmup_steps: 0, weight_decay: 0.0}}
 trainer: {{steps: {STEPS}, minibatches: 4, tokens_per_micro_batch: 1024, checkpoint_every: 10}}
-eval: {{every: 2, samples: 1, sets: {{sums: {TASK}/heldout.parquet}}}}
+eval: {{every: 2, samples: 1, sets: {{sums: {HELDOUT}}}}}
+reward: {{verifier: tests.functional.sums:grade}}
+logging: {{tensorboard: false}}
 parallel: {{data: 2}}
 """
     )
@@ -107,33 +109,42 @@ def test_validation_loss_is_that_of_transformers(whole, config):
     )
 
 
-def test_interrupted_run_continues_inside_its_step(whole, config, tmp_path):
-    arguments = (f"run.dir={tmp_path}", "run.name=whole", "run.resume=auto")
+ADAPTERS = ("lora={rank: 4, alpha: 8}", "eval.sets={}", "optimizer.learning_rate=5.0e-3",
+            "parallel={context: 2}", "sft.turns=last")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapters(config, tmp_path_factory):
+    """A run of adapters under context parallelism, without an engine, that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("adapters")
+    train(f"run.dir={folder}", "run.name=lora", *ADAPTERS, config=config, places=())
+    return folder / "lora"
+
+
+def test_interrupted_run_continues_inside_its_step(adapters, config, tmp_path):
+    arguments = (f"run.dir={tmp_path}", "run.name=lora", "run.resume=auto", *ADAPTERS)
     process = start_training(*arguments, config=config, places=())
-    run, deadline = tmp_path / "whole", time.monotonic() + 300
-    while len(read_metrics(run)) < 3:  # of steps 0 to 2
+    run, deadline = tmp_path / "lora", time.monotonic() + 300
+    while len(read_metrics(run)) < 2:  # of steps 0 and 1
         assert process.poll() is None and time.monotonic() < deadline, process.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=300) == os.EX_TEMPFAIL, process.read()
     train(*arguments, config=config, places=())
-    assert learned(read_metrics(run)) == learned(read_metrics(whole))
-    mine, wanted = (load_file(one / "model" / "model.safetensors") for one in (run, whole))
-    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    assert learned(read_metrics(run)) == learned(read_metrics(adapters))
+    for file in ("model/model.safetensors", "adapter/adapter_model.safetensors"):
+        mine, wanted = (load_file(one / file) for one in (run, adapters))
+        assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
-def test_adapters_under_context_parallelism_without_an_engine(config, tmp_path):
-    rows = train(
-        f"run.dir={tmp_path}", "run.name=lora", "lora={rank: 4, alpha: 8}", "eval.sets={}",
-        "optimizer.learning_rate=5.0e-3", "parallel={context: 2}", "sft.turns=last",
-        config=config, places=(),
-    )  # fmt: skip
+def test_adapters_under_context_parallelism_without_an_engine(adapters, config):
+    rows = read_metrics(adapters)
     before = loss_by_transformers(config, "last")
     assert rows[0]["eval/held/loss"] == pytest.approx(before, rel=1e-5)
     assert rows[-1]["eval/held/loss"] < before
     assert not any(key.startswith("eval/sums") for row in rows for key in row)
     assert rows[-1]["sync/bytes_local"] == 0
     before = load_file(TASK / "model" / "model.safetensors")
-    after = load_file(tmp_path / "lora" / "model" / "model.safetensors")
+    after = load_file(adapters / "model" / "model.safetensors")
     assert before.keys() == after.keys()
-    assert (tmp_path / "lora" / "adapter" / "adapter_config.json").is_file()
+    assert (adapters / "adapter" / "adapter_config.json").is_file()

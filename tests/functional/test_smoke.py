@@ -10,19 +10,24 @@ import math
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_rl.runs.files import read_metrics
 from tests.functional.forked_runs import ForkedCommand
-from tests.functional.tiny_runs import make_task, train
 
 SETTINGS = (
-    "trainer.steps=1", "trainer.epochs=2", "trainer.minibatches=2",
+    "run.name=smoke", "trainer.steps=1", "trainer.epochs=2", "trainer.minibatches=2",
     "rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "eval.sets={}",
 )  # fmt: skip
 
 
-def test_one_training_step(tmp_path, monkeypatch):
+def test_one_training_step_of_quickstart(tmp_path, monkeypatch):
+    """In an empty folder: it needs no file of the repository."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))  # empty, as on a new machine
-    make_task()  # 4096 prompts and a model with 0.1 M parameters
-    _, step = train(f"run.dir={tmp_path}", "run.name=smoke", *SETTINGS)
+    process = ForkedCommand(["quickstart", *SETTINGS], output=tmp_path / "output", cwd=tmp_path)
+    assert process.wait(timeout=600) == 0, process.read()
+    assert "tiny task: 4096 + 128 prompts" in process.read()
+    assert (tmp_path / ".cache" / "tiny_task" / "model" / "model.safetensors").is_file()
+    run = tmp_path / "runs" / "smoke"
+    _, step = read_metrics(run)
 
     # Generation: every response has a reward between 0 and 1.
     assert 0.0 <= step["reward/mean"] <= 1.0
@@ -37,20 +42,10 @@ def test_one_training_step(tmp_path, monkeypatch):
     # Start: vLLM did not import itself in another process to inspect the model.
     assert not (tmp_path / "cache" / "modelinfos").exists()
 
-    # Export: transformers loads the trained model, and it generates.
-    folder = tmp_path / "smoke" / "model"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = AutoTokenizer.from_pretrained(folder)("1 + 2 =", return_tensors="pt").input_ids
+    # Export: transformers loads the trained model of 0.1 M parameters, and it generates.
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    prompt = AutoTokenizer.from_pretrained(run / "model")("1 + 2 =", return_tensors="pt").input_ids
     assert torch.isfinite(model(prompt).logits).all()
-
-
-def test_quickstart_needs_no_file_of_the_repository(tmp_path):
-    settings = ("trainer.steps=1", "trainer.epochs=1", "run.name=first", *SETTINGS[2:])
-    process = ForkedCommand(["quickstart", *settings], output=tmp_path / "output", cwd=tmp_path)
-    assert process.wait(timeout=600) == 0, process.read()
-    assert "tiny task: 4096 + 128 prompts" in process.read()
-    assert (tmp_path / ".cache" / "tiny_task" / "model" / "model.safetensors").is_file()
-    assert (tmp_path / "runs" / "first" / "model" / "model.safetensors").is_file()
 
 
 def test_wrong_setting_of_quickstart_makes_nothing(tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections import defaultdict
@@ -30,7 +31,7 @@ from tests.functional.tiny_runs import (
     start_training,
     train,
 )
-from tests.unit.rewards.misbehaving_verifiers import score_math_by_parts
+from tests.unit.rewards.misbehaving_verifiers import score_by_parts
 
 # What a clock or the machine decides; everything else must repeat bit for bit.
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
@@ -51,19 +52,22 @@ def learned(rows):
 def test_run_learns_from_fresh_weights_only(tmp_path, capfd):
     """Fails on a flipped sign of objective or advantage (the reward falls), on a stale engine (the
     gap opens) and on a gate that rejects nothing, everything, or the wrong tokens (acceptance)."""
+    questions = tmp_path / "heldout.parquet"
+    pq.write_table(pq.read_table(TASK / "heldout.parquet").slice(0, 64), questions)
     run = megatron_rl.train(  # as a user starts it: new interpreters
         CONFIG,
-        reward=score_math_by_parts,
+        reward=score_by_parts,
         overrides=[
-            *PLACES[:3], f"run.dir={tmp_path}", "run.name=a", "trainer.steps=6", "eval.samples=4",
-            "eval.every=6", "reward.weights={correct: 1, boxed: 0}",
+            *PLACES[:2], f"eval.sets={{heldout: {questions}}}", f"run.dir={tmp_path}",
+            "run.name=a", "rollout.prompts_per_step=32", "trainer.steps=3", "eval.samples=4",
+            "eval.every=3", "reward.weights={correct: 1, boxed: 0}",
         ],
     )  # fmt: skip
     assert run == tmp_path / "a"
-    assert "Trained a: 6 rollout batches" in capfd.readouterr().out
+    assert "Trained a: 3 rollout batches" in capfd.readouterr().out
     rows = read_metrics(tmp_path / "a")
     steps = rows[1:]
-    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["step"] for row in rows] == list(range(4))
     # The first minibatch of every step sees the very log-probs that were frozen.
     assert all(row["ratio/first_minibatch_max_deviation"] == 0.0 for row in steps)
     # vLLM computes with the actor's present weights: one update at this rate moves log-probs by
@@ -74,13 +78,13 @@ def test_run_learns_from_fresh_weights_only(tmp_path, capfd):
     # The gate rejects some tokens of a policy that moves, and most of none.
     accepted = [row["gate/acceptance"] for row in steps]
     assert 0.5 < min(accepted) < 1.0, accepted
-    # Six rollout batches gain more than 30 points on every seed tried; chance wobbles by 5.
+    # Three rollout batches gain more than 30 points on every seed tried; chance wobbles by 5.
     before, after = rows[0]["eval/heldout/avg@4"], rows[-1]["eval/heldout/avg@4"]
     assert after > before + 0.15, (before, after)
     # The one with a weight of 0 is only recorded; half a character in a reason was no obstacle.
     assert all(row["reward/correct_mean"] == row["reward/mean"] for row in steps)
     assert any(row["reward/boxed_mean"] != row["reward/mean"] for row in steps)
-    kept = pq.read_table(tmp_path / "a" / "rollouts" / "step_000006.parquet").to_pylist()
+    kept = pq.read_table(tmp_path / "a" / "rollouts" / "step_000003.parquet").to_pylist()
     assert all(row["rewards"]["correct"] == row["reward"] for row in kept)
     assert all(row["reason"].endswith(" ?") for row in kept)
     assert (tmp_path / "a" / "curves.png").stat().st_size > 10_000
@@ -217,7 +221,11 @@ def test_partial_rollouts_of_two_ranks_resume_with_tokens_on_other_ranks(tmp_pat
                  "rollout.tensor=2",
                  "lag.partial_rollouts={every_tokens: 4, cache: recompute}")  # fmt: skip
     train(*arguments, "run.name=whole")
-    rows = train_killed(*arguments, "run.name=killed", folder=tmp_path / "killed")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    for lost in ("model", "checkpoints/step_000003"):  # as if killed before these were there
+        shutil.rmtree(tmp_path / "killed" / lost)
+    rows = train(*arguments, "run.name=killed")
+    assert "continuing killed after step 2" in (tmp_path / "killed" / "log.txt").read_text()
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     for row in rows[1:]:
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-5

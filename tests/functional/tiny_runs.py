@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from megatron_rl.apps.tasks import tiny_task
 from megatron_rl.runs.files import read_metrics
 from tests.functional.forked_runs import ForkedCommand
 
@@ -23,6 +25,9 @@ TASK = ROOT / ".cache" / ("tiny_task" if SEED == "1" else f"tiny_task_of_seed_{S
 # Some of its prompts: a run reads and tokenizes all of a file, and 4096 take longer than its steps.
 TRAIN = TASK / "some.parquet"
 PROMPTS = 512
+# For runs that evaluate, but not to learn how good the model is.
+HELDOUT = TASK / "some_heldout.parquet"
+QUESTIONS = 16
 PLACES = (f"model.path={TASK}/model", f"data.train={TRAIN}",
           f"eval.sets={{heldout: {TASK}/heldout.parquet}}",
           "reward.verifier=tests.functional.sums:grade")  # fmt: skip
@@ -41,12 +46,21 @@ def make_task():
     with TASK.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if SEED == "1":
-            subprocess.run(make, cwd=ROOT, check=True)
+            if not _is_made():  # else the command imports much to find that out
+                subprocess.run(make, cwd=ROOT, check=True)
         elif not TRAIN.exists():
             subprocess.run([*make, "--supervised"], cwd=ROOT, check=True)
             _train_supervised(Path(f"{TASK}_run"))
         if not TRAIN.exists():
             pq.write_table(pq.read_table(TASK / "train.parquet").slice(0, PROMPTS), TRAIN)
+        if not HELDOUT.exists():
+            pq.write_table(pq.read_table(TASK / "heldout.parquet").slice(0, QUESTIONS), HELDOUT)
+
+
+def _is_made():
+    made = TASK / "made.json"
+    wanted = tiny_task.compute_fingerprint(tiny_task.Settings())
+    return made.exists() and json.loads(made.read_text())["fingerprint"] == wanted
 
 
 def _train_supervised(run):

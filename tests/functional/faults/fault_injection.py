@@ -265,12 +265,15 @@ def damage_a_push(*, is_mine):
         Resharder.push, Link.start = counted_push, damaged_start
 
 
-def run_out_of_memory(*, is_mine):
-    """An engine whose device has no memory left, in the second rollout batch or later."""
+def run_out_of_memory(*, is_mine, call=100):
+    """An engine whose device has no memory left, in this call of its `step`.
+
+    The hundredth is in the second rollout batch or later.
+    """
     from vllm.v1.engine.llm_engine import LLMEngine
 
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     if is_mine:
-        _before(LLMEngine, "step", fail, call=100)
+        _before(LLMEngine, "step", fail, call=call)
