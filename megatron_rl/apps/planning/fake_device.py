@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
 # Allocations in these files are attributed to their callers.
@@ -144,9 +144,13 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        return self.dispatch(func, args, kwargs or {})
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation and count it."""
         if self.phase.kept is None and torch._C._current_graph_task_id() >= 0:
             self.phase.kept = self._live["activations"]
-        result = self.run(func, args, kwargs or {})
+        result = self.run(func, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func, args)
         else:
@@ -161,18 +165,16 @@ class Meter(TorchDispatchMode):
 
         A new tensor without values stands for a fused kernel's output.
         """
-        flops, phase = _flops(func.overloadpacket, args), self.phase
-        phase.flops += flops
-        if func.overloadpacket in _ATTENTION:
-            phase.attention_flops += flops
-        if not _is_view(func):
-            phase.kernels += 1
-        if not _is_view(func) and not flops:  # products read while they compute
-            phase.moved += sum(
-                tensor.numel() * tensor.element_size()
-                for tensor in tree_leaves((args, result))
-                if isinstance(tensor, Tensor) and self.counts(tensor)
-            )
+        if _is_view(func):
+            return
+        phase = self.phase
+        phase.kernels += 1
+        if flops := _flops(func.overloadpacket, args):  # products read while they compute
+            phase.flops += flops
+            if func.overloadpacket in _ATTENTION:
+                phase.attention_flops += flops
+        else:
+            phase.moved += sum(map(_size, filter(self.counts, _tensors((args, result)))))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation; subclasses may replace its result."""
@@ -223,9 +225,21 @@ class Meter(TorchDispatchMode):
         self.phase.message_bytes[key] += max(_bytes(part) for part in args[:2])
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments, which are nested lists at most."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
 def _bytes(tensors: Any) -> int:
-    leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    return sum(map(_size, _tensors(tensors)))
 
 
 def _flops(operation: Any, args: tuple[Any, ...]) -> int:
@@ -288,6 +302,7 @@ _GET_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 # Saved originals: Megatron-core replaces some of these names when it runs without CUDA.
 _TYPE, _CUDA, _TO, _PIN = Tensor.type, Tensor.cuda, Tensor.to, Tensor.pin_memory
 _TENSOR, _PARAMETERS = torch.tensor, (torch.empty, torch.zeros, torch.ones)
+_MAPPED = {_GET_DEVICE, _GET_IS_CUDA, _TYPE, _CUDA, _TO, _PIN, _TENSOR}
 
 
 class FakeDevice(TorchFunctionMode):
@@ -301,6 +316,8 @@ class FakeDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not kwargs and not self.is_default and func not in _MAPPED and func is not Tensor.type:
+            return func(*args)
         kwargs = kwargs or {}
         if func == _GET_DEVICE:
             actual = func(*args)
@@ -369,6 +386,98 @@ def _is_host(requested: Any) -> bool:
     return requested == "cpu" or requested == HOST
 
 
+# Arguments whose values a result may depend on.
+_PLAIN = (
+    int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class _Results:
+    """Results of operations on meta tensors, made again for arguments of the same kind.
+
+    Torch finds them in Python, where a dry run would spend most of its time: it repeats the same
+    operations in each layer, pack and phase, and so do further dry runs.
+    """
+
+    LIMIT = 100_000  # number of kinds, of about a KiB each
+
+    def __init__(self) -> None:
+        # Size, stride and dtype; empty: the first argument; None: neither
+        self._known: dict[Any, tuple[Any, ...] | None] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, or return a tensor like that of an earlier one."""
+        is_in_place = _is_in_place(func)
+        if not (is_in_place or _is_functional(func)):
+            return func(*args, **kwargs)
+        try:
+            key = (func, torch.get_default_dtype(), _kinds(args), _kinds(kwargs.items()))
+        except TypeError:  # its result depends on more
+            return func(*args, **kwargs)
+        if known := self._known.get(key):
+            size, stride, dtype = known
+            return torch.empty_strided(size, stride, dtype=dtype, device=META)
+        if known is not None:
+            return args[0]
+        result = func(*args, **kwargs)
+        if len(self._known) >= self.LIMIT:
+            self._known.clear()
+        if is_in_place:
+            self._known[key] = () if result is args[0] else None
+        elif key not in self._known:
+            self._known[key] = _describe(result, (args, *kwargs.values()))
+        return result
+
+
+def _kinds(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what a result on meta tensors depends on; raises TypeError for other arguments."""
+    kinds: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                raise TypeError("a tensor with values")
+            kinds += value.dtype, value.shape, value.stride()
+        elif isinstance(value, (tuple, list)):
+            kinds.append(_kinds(value))
+        elif isinstance(value, _PLAIN):
+            kinds += type(value), value
+        else:
+            raise TypeError(f"{type(value)}")
+    return tuple(kinds)
+
+
+def _describe(result: Any, given: Any) -> tuple[Any, ...] | None:
+    """Return size, stride and dtype of a tensor with memory of its own, all of which it uses."""
+    if not (isinstance(result, Tensor) and result.is_meta):
+        return None
+    storage = result.untyped_storage()
+    like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=META)
+    is_whole = storage.nbytes() == like.untyped_storage().nbytes()
+    others = {each.untyped_storage()._cdata for each in _tensors(given)}
+    if not is_whole or result.storage_offset() or storage._cdata in others:
+        return None
+    return result.shape, result.stride(), result.dtype
+
+
+@cache
+def _is_functional(func: Any) -> bool:
+    """Return whether an operation changes none of its arguments, and returns no part of them."""
+    schema = func._schema
+    return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
+
+
+@cache
+def _is_in_place(func: Any) -> bool:
+    """Return whether an operation only changes the values of its first argument, and returns it."""
+    infos = [each.alias_info for each in (*func._schema.arguments, *func._schema.returns)]
+    writes = [number for number, info in enumerate(infos) if info is not None and info.is_write]
+    is_first = writes == [0, len(infos) - 1] and len(func._schema.returns) == 1
+    return is_first and torch.Tag.inplace_view not in func.tags
+
+
+_RESULTS = _Results()
+
+
 class FakeDeviceMeter(Meter):
     """Meter of the fake device's tensors, which also returns values for reads by the host."""
 
@@ -385,11 +494,10 @@ class FakeDeviceMeter(Meter):
         """Count a wait of the host for the device at the current source line."""
         self.phase.stalls[source_line()] += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation and count it."""
         with torch._C.DisableTorchFunction():  # show meta tensors below Python
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().dispatch(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation on meta tensors, or return a fixed value for a read by the host."""
@@ -408,7 +516,7 @@ class FakeDeviceMeter(Meter):
             return args[0]
         if func is aten.masked_select.default and args[0].is_meta:
             return args[0].new_empty(self.selected[-1])
-        return func(*args, **kwargs)
+        return _RESULTS.run(func, args, kwargs)
 
 
 @contextmanager

@@ -42,6 +42,8 @@ PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are re
 COLUMN = 4  # bytes of a token id, and of a log-prob
 KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
+# Settings of engines that are among the suggestions; the actor, and so a dry run, has none of them.
+OF_ENGINES = {"rollout.gpu_memory_utilization": 0.5, "rollout.tensor": 1}
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
 SENDING = "sending weights"  # to engines on ranks of their own
 HOST = "a process on the host"
@@ -371,16 +373,23 @@ def find_lacking(
     device_bytes: int,
     host_bytes: int | None = None,
     progress: Progress = _silent,
+    done: dict[tuple[str, int, int], DryRun] | None = None,
 ) -> tuple[list[Moment], list[DryRun]]:
     """Return the moments that do not fit, largest excess first, and the dry runs.
 
-    Runs the first rank of the first, the middle and the last pipeline stage.
+    Runs the first rank of the first, the middle and the last pipeline stage, unless `done` has
+    them from a config with the same actor; adds them to it.
     """
     trainers, _ = config.sides(processes)
+    done = {} if done is None else done
+    actor = apply_changes(config, OF_ENGINES)
     dry_runs = []
     for rank in stage_ranks(config, trainers):
-        progress(f"rank {rank} of {trainers}")
-        dry_runs.append(dry_run_rank(config, processes=trainers, rank=rank))
+        key = actor.model_dump_json(), trainers, rank
+        if key not in done:
+            progress(f"rank {rank} of {trainers}")
+            done[key] = dry_run_rank(actor, processes=trainers, rank=rank)
+        dry_runs.append(done[key])
     all_moments = [
         moment
         for dry_run in dry_runs
@@ -408,6 +417,7 @@ def check_fit(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         progress=progress,
+        done={},
     )
     lacking, dry_runs = find(config)
     if not lacking:

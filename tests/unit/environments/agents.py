@@ -1,10 +1,14 @@
 """Agents as a user has them, in this environment and as a program; no torch here."""
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 
 from megatron_rl.environments.agent import AgentCommand, AgentEnvironment
+
+with contextlib.suppress(ImportError):  # it comes with vLLM
+    from openai import AsyncOpenAI
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Guess."}]
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.",
@@ -12,8 +16,6 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.
 
 
 def client(url):
-    from openai import AsyncOpenAI
-
     return AsyncOpenAI(base_url=url, api_key="none")
 
 
@@ -110,3 +112,10 @@ class LeavingProgram(AgentCommand):
 
 class BrokenProgram(AgentCommand):
     command = (sys.executable, "-c", "import sys; sys.exit('no such model')")
+
+
+class Any(AgentEnvironment):
+    """Is the agent that the row names, so that those of one pool share what they import."""
+
+    async def run(self, url):
+        return await globals()[self.row["agent"]].run(self, url)

@@ -19,29 +19,37 @@ if importlib.util.find_spec("openai") is None:
     pytest.skip("OpenAI's client comes with vLLM, which is not installed", allow_module_level=True)
 
 
-def talk(name, scripts, *, limit=60.0, max_rewrites=0, **row):
-    row = json.dumps({"prompt": QUESTION, **row})
-    lines = []
-    with open_pool(
-        name, module=HERE, limit=limit, echo=lines.append, max_rewrites=max_rewrites
-    ) as pool:
-        return Talk(pool, row=row, patience=2 * limit)(scripts)
+def talk(name, scripts, **row):
+    with open_pool(name, module=HERE, limit=60.0) as pool:
+        return converse(pool, scripts, **row)
+
+
+def converse(pool, scripts, **row):
+    return Talk(pool, row=json.dumps({"prompt": QUESTION, **row}), patience=120.0)(scripts)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Run whichever agent of this module a row names."""
+    with open_pool("Any", module=HERE, limit=60.0) as pool:
+        yield pool
 
 
 def user(text):
     return Answer([{"role": "user", "content": text}])
 
 
-def test_unmodified_client_receives_turns_of_policy():
-    answers = talk("Guesser", [["50", "20", "30"], ["30"], ["1", "2", "3", "4", "5"]], secret=30)
+def test_unmodified_client_receives_turns_of_policy(pool):
+    scripts = [["50", "20", "30"], ["30"], ["1", "2", "3", "4", "5"]]
+    answers = converse(pool, scripts, agent="Guesser", secret=30)
     assert answers[0] == [user("lower"), user("higher"), Answer(reward=1.0, **ENDED)]
     assert answers[1] == [Answer(reward=1.0, **ENDED)]
     assert answers[2] == [user("higher")] * 4 + [Answer(reward=0.0, **ENDED)]
 
 
-def test_tool_calls_follow_format_of_model():
+def test_tool_calls_follow_format_of_model(pool):
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
-    answers = talk("Looker", [[f"I look. {call}{call}", "blue"], ["red"]])
+    answers = converse(pool, [[f"I look. {call}{call}", "blue"], ["red"]], agent="Looker")
     first, second = answers[0]
     assert [one["content"] for one in first.observation] == ['look: {"at": "\\u00e9"}'] * 2
     assert [one["tool_call_id"] for one in first.observation] == ["call_0_0", "call_0_1"]
@@ -60,10 +68,11 @@ def test_tool_calls_follow_format_of_model():
         ("BrokenProgram", {"a": "ended with status 1 and the last line '' no such model; print"}),
     ],
 )  # fmt: skip
-def test_agent_error_is_one_line(name, errors):
-    for (failure,), words in zip(
-        talk(name, [[turn] for turn in errors]), errors.values(), strict=True
-    ):
+def test_agent_error_is_one_line(pool, name, errors):
+    scripts = [[turn] for turn in errors]
+    is_program = name == "BrokenProgram"
+    found = talk(name, scripts) if is_program else converse(pool, scripts, agent=name)
+    for (failure,), words in zip(found, errors.values(), strict=True):
         assert failure.kind == ("rewritten" if "RewrittenHistory" in failure.text else "failed")
         assert words in failure.text
         assert "\n" not in failure.text
@@ -71,12 +80,15 @@ def test_agent_error_is_one_line(name, errors):
 
 def test_changed_history_restarts_as_often_as_it_may():
     """The whole new history is the answer; one more change is a failure."""
-    answers = talk("Rewriter", [["a turn", "x"]], max_rewrites=1)
+    with open_pool("Any", module=HERE, limit=60.0, max_rewrites=1) as pool:
+        answers, twice = (
+            converse(pool, [["a turn", "x"]], agent=name) for name in ("Rewriter", "TwiceRewriter")
+        )
     summary = {"role": "assistant", "content": "a "}
     messages = [*QUESTION, summary, {"role": "user", "content": "Go on."}]
     ended = Answer(reward=1.0, **ENDED)
     assert answers == [[Answer(messages, restarts=True), ended]]
-    *_, failure = talk("TwiceRewriter", [["a turn", "x"]], max_rewrites=1)[0]
+    *_, failure = twice[0]
     assert failure.kind == "rewritten" and "environment.max_rewrites" in failure.text
 
 
@@ -113,23 +125,21 @@ def appears(file):
     return file.exists()
 
 
-def test_agent_ends_with_its_conversation(tmp_path):
+def test_agent_ends_with_its_conversation(tmp_path, pool):
     mark, started = tmp_path / "mark", tmp_path / "started"
-    row = json.dumps({"prompt": QUESTION, "mark": str(mark), "started": str(started)})
-    with open_pool("Waiting", module=HERE) as pool:
-        pool.begin(0, row, 0)
-        pool.send(0, "a turn")
-        assert appears(started)  # it has its turn, and makes no further request
-        pool.end(0)
-        assert appears(mark)
+    row = {"prompt": QUESTION, "agent": "Waiting", "mark": str(mark), "started": str(started)}
+    pool.begin(0, json.dumps(row), 0)
+    pool.send(0, "a turn")
+    assert appears(started)  # it has its turn, and makes no further request
+    pool.end(0)
+    assert appears(mark)
     # Also one that has not begun; the process goes on, and answers others.
-    with open_pool("Guesser", module=HERE) as pool:
-        for place in range(3):
-            pool.begin(place, row, 0)
-            pool.send(place, "30")
-            pool.end(place)
-        row = json.dumps({"prompt": QUESTION, "secret": 30})
-        assert Talk(pool, row=row)([["30"]]) == [[Answer(reward=1.0, **ENDED)]]
+    row = {"prompt": QUESTION, "agent": "Guesser", "secret": 30}
+    for place in range(3):
+        pool.begin(place, json.dumps(row), 0)
+        pool.send(place, "30")
+        pool.end(place)
+    assert Talk(pool, row=json.dumps(row))([["30"]]) == [[Answer(reward=1.0, **ENDED)]]
 
 
 def test_program_is_agent_also_if_it_leaves_another_one():

@@ -16,11 +16,20 @@ def no_process_groups():
         dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def no_garbage():
-    """Collect other tests' garbage.
+    """Collect other tests' garbage, and leave out of further collections what is there now.
 
     A file left open there is reported as an error where it is collected; if that is inside a dry
     run, the error's traceback keeps the dry run's tensors.
     """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_this_module(no_garbage):
+    """Collect the garbage of the tests before, which is little."""
     gc.collect()

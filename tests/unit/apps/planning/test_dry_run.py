@@ -84,8 +84,9 @@ def run_real_rank(rank, world_size, folder):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("models")
     save_model(path / "dense", DENSE)
-    save_model(path / "experts", EXPERTS)
-    save_model(path / "window", WINDOW)
+    two = {"num_hidden_layers": 2}
+    save_model(path / "experts", EXPERTS | two)
+    save_model(path / "window", WINDOW | two)
     return path
 
 

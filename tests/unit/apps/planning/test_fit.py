@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import yaml
@@ -26,17 +28,32 @@ def example(tmp_path, name):
     return fit.apply_changes(config, {"model.path": str(save_true_model(tmp_path, name))})
 
 
-def defaults(tmp_path, **sections):
-    """Build a config with the paper's model and all defaults."""
-    path = save_true_model(tmp_path, PAPER)
-    return parse_config({"model": {"path": str(path)}, "data": {"train": "none.jsonl"}, **sections})
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of the paper's model with two layers."""
+    return save_true_model(tmp_path_factory.mktemp("models"), PAPER, num_hidden_layers=2)
 
 
-def shallow(tmp_path, **sections):
-    """Build the default config with two model layers, which fits on a device of 27 GiB."""
-    config = defaults(tmp_path, **sections)
-    save_true_model(tmp_path, PAPER, num_hidden_layers=2)
-    return config
+@pytest.fixture(autouse=True, scope="module")
+def one_dry_run_of_each_actor():
+    """Run an actor dry once; further tests with the same one read what that run counted."""
+    run, done = fit.dry_run_rank, {}
+
+    def run_once(config, **place):
+        key = config.model_dump_json(), *place.items()
+        if key not in done:
+            done[key] = run(config, **place)
+        return done[key]
+
+    with mock.patch.object(fit, "dry_run_rank", run_once):
+        yield
+
+
+def defaults(folder, **sections):
+    """Build the default config of a model; that of two layers fits on a device of 27 GiB."""
+    return parse_config(
+        {"model": {"path": str(folder)}, "data": {"train": "none.jsonl"}, **sections}
+    )
 
 
 # The one-epoch example has the same layout as the four-epoch one, and Mistral's those of Qwen2.5's.
@@ -60,7 +77,8 @@ def test_large_example_fits(tmp_path, name):
 
 
 def test_defaults_fit_papers_model_on_one_device(tmp_path):
-    (result,) = fit.check_fit(defaults(tmp_path), processes=1, device_bytes=DEVICE)
+    config = defaults(save_true_model(tmp_path, PAPER))  # in full depth
+    (result,) = fit.check_fit(config, processes=1, device_bytes=DEVICE)
     # bfloat16 weights, float32 gradients, float32 main weights and two moments
     bytes_per_parameter = {"weights": 2, "gradients": 4, "optimizer": 12}
     assert result.parameters == 1_777_088_000
@@ -68,15 +86,21 @@ def test_defaults_fit_papers_model_on_one_device(tmp_path):
         assert result.states[name] == pytest.approx(width * result.parameters, rel=1e-3)
 
 
-def test_error_suggests_settings_that_fit(tmp_path):
+def test_error_suggests_settings_that_fit(folder):
     """Also where two moments do not: 27 GiB - 6 of reserve - 1 of the actor are 74%."""
-    config = shallow(
-        tmp_path,
+    config = defaults(
+        folder,
         rollout={"gpu_memory_utilization": 0.95},
         trainer={"tokens_per_micro_batch": 65536},
     )
+    steps = []
     with pytest.raises(fit.DoesNotFitError) as error:
-        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
+        fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE, progress=steps.append)
+    # An engine's share changes nothing about the actor, which is not run again for it.
+    tried = [
+        before.startswith("trying rollout") for before, now in pairwise(steps) if "rank" in now
+    ]
+    assert "trying rollout.gpu_memory_utilization=0.7" in steps and tried and not any(tried)
     output = str(error.value)
     assert "training needs" in output  # the larger excess
     assert "the actor's peak, update" in output
@@ -90,22 +114,22 @@ def test_error_suggests_settings_that_fit(tmp_path):
         assert fit.check_fit(changed, processes=1, device_bytes=SHALLOW_DEVICE)
 
 
-def test_error_suggests_engine_share_that_fits(tmp_path):
+def test_error_suggests_engine_share_that_fits(folder):
     # 1 GiB of weights; 2 layers x 2 x 2 heads x 128 x 16,384 tokens x 2 bytes are 0.03.
-    config = shallow(tmp_path, rollout={"gpu_memory_utilization": 0.03})
+    config = defaults(folder, rollout={"gpu_memory_utilization": 0.03})
     output = r"the engine's share needs 1.1 of 0.8 GiB .* fit: rollout.gpu_memory_utilization=0.1, "
     with pytest.raises(fit.DoesNotFitError, match=output):
         fit.check_fit(config, processes=1, device_bytes=SHALLOW_DEVICE)
 
 
-def test_engines_on_ranks_of_their_own_share_no_device(tmp_path):
+def test_engines_on_ranks_of_their_own_share_no_device(folder):
     """0.76 of 27 GiB and a reserve of 6 fit alone, and not next to the GiB of a sleeping actor."""
     rollout = {"gpu_memory_utilization": 0.76}
     with pytest.raises(fit.DoesNotFitError, match="generating needs"):
-        shared = shallow(tmp_path, rollout=rollout)
+        shared = defaults(folder, rollout=rollout)
         fit.check_fit(shared, processes=2, device_bytes=SHALLOW_DEVICE)
     split = {"lag": {"batches": 1}, "parallel": {"engine_ranks": 1}}
-    config = shallow(tmp_path, rollout=rollout, **split)
+    config = defaults(folder, rollout=rollout, **split)
     (run,) = fit.check_fit(config, processes=2, device_bytes=SHALLOW_DEVICE)
     assert run.processes == 1
     found = fit.moments(config, run, SHALLOW_DEVICE, 2**40)
@@ -122,9 +146,9 @@ def test_engines_on_ranks_of_their_own_share_no_device(tmp_path):
     }
 
 
-def test_engine_with_paused_requests_does_not_sleep_while_the_actor_trains(tmp_path):
+def test_engine_with_paused_requests_does_not_sleep_while_the_actor_trains(folder):
     lag = {"partial_rollouts": {"every_tokens": 4096, "cache": "recompute"}}
-    whole, paused = shallow(tmp_path), shallow(tmp_path, lag=lag)
+    whole, paused = defaults(folder), defaults(folder, lag=lag)
     (run,) = fit.check_fit(whole, processes=1, device_bytes=DEVICE)
     needed = [fit.moments(each, run, DEVICE)[0].needed for each in (whole, paused)]
     assert needed[1] - needed[0] == DEVICE // 2 - fit.ENGINE_ASLEEP
@@ -132,11 +156,11 @@ def test_engine_with_paused_requests_does_not_sleep_while_the_actor_trains(tmp_p
         fit.check_fit(paused, processes=1, device_bytes=SHALLOW_DEVICE)
 
 
-def test_pinned_memory_must_fit_on_host(tmp_path):
+def test_pinned_memory_must_fit_on_host(folder):
     """Optimizer states while the engine generates, 12 bytes a parameter; a reference policy, 2."""
     kl = {"name": "grpo", "kl": {"estimator": "k3", "coefficient": 0.1}}
-    plain = shallow(tmp_path)
-    with_reference = shallow(tmp_path, objective=kl)
+    plain = defaults(folder)
+    with_reference = defaults(folder, objective=kl)
     pinned = []
     for config in (plain, with_reference):
         (run,) = fit.find_lacking(config, processes=1, device_bytes=DEVICE)[1]
@@ -149,9 +173,9 @@ def test_pinned_memory_must_fit_on_host(tmp_path):
         fit.check_fit(plain, processes=1, device_bytes=DEVICE, host_bytes=2**30)
 
 
-def test_responses_of_step_must_fit_on_host(tmp_path):
+def test_responses_of_step_must_fit_on_host(folder):
     """Two replicas: rank 0 has all responses, another rank those of its replica."""
-    config = shallow(tmp_path, rollout={"prompts_per_step": 6400})
+    config = defaults(folder, rollout={"prompts_per_step": 6400})
     received = fit.response_bytes(config, trainers=2)
     assert received.writer > 1.4 * received.rank > 0
     (run,) = fit.find_lacking(config, processes=2, device_bytes=SHALLOW_DEVICE)[1]
@@ -162,10 +186,10 @@ def test_responses_of_step_must_fit_on_host(tmp_path):
         assert host.name == fit.HOST and host.missing == 1
 
 
-def test_prepared_packs_must_fit(tmp_path):
+def test_prepared_packs_must_fit(folder):
     """Those of all minibatches: 80 bytes for each token of the responses, of maximum length."""
     for prompts, fits in ((64, True), (6400, False)):
-        config = shallow(tmp_path, rollout={"prompts_per_step": prompts})
+        config = defaults(folder, rollout={"prompts_per_step": prompts})
         lacking, (run,) = fit.find_lacking(config, processes=1, device_bytes=SHALLOW_DEVICE)
         training = fit.moments(config, run, SHALLOW_DEVICE)[0]
         responses = prompts * config.rollout.responses_per_prompt
@@ -175,8 +199,8 @@ def test_prepared_packs_must_fit(tmp_path):
         assert fits or lacking[0].name == fit.TRAINING
 
 
-def test_communicators_are_counted_beyond_those_in_the_reserve(tmp_path):
-    config = shallow(tmp_path)
+def test_communicators_are_counted_beyond_those_in_the_reserve(folder):
+    config = defaults(folder)
     _, (run,) = fit.find_lacking(config, processes=1, device_bytes=SHALLOW_DEVICE)
     for communicators, gib in ((4, 0), (5, 0.5), (9, 2.5)):
         run = dataclasses.replace(run, communicators=communicators)
@@ -202,13 +226,13 @@ def test_mixture_of_experts_is_first_divided_by_expert(tmp_path):
     assert next(fit.candidates(config, training, processes=4)) == {"parallel.expert": 4}
 
 
-def test_pack_has_all_sequences_of_a_response(tmp_path):
+def test_pack_has_all_sequences_of_a_response(folder):
     """In a context of 2,048 tokens, 2,047 positions predict one; two rewrites give three such."""
     context = {"name": "my_agent:Game", "max_context_tokens": 2048}
     sizes = {"rollout": {"max_response_tokens": 1024}, "trainer": {"tokens_per_micro_batch": 4096}}
     for rewrites, sequences in ((0, 2), (2, 3)):
         environment = context | {"max_rewrites": rewrites}
-        config = shallow(tmp_path, environment=environment, **sizes)
+        config = defaults(folder, environment=environment, **sizes)
         find = functools.partial(fit.find_lacking, config, processes=1, device_bytes=DEVICE)
         (run,) = find()[1]
         assert run.sequences == (2048,) * sequences and run.local_tokens == 2048 * sequences

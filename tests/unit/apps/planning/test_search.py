@@ -44,6 +44,8 @@ from tests.unit.apps.planning.models import save_shape
 
 SMALL, H100 = "DeepSeek-R1-Distill-Qwen-1.5B", DEVICES["h100"]
 FIXED = {"context": 1, "rollout_tensor": 1, "recompute": "full"}
+# At most 1,024 tokens of a prompt and these of its response: a dry run takes a step for each 2,048.
+RESPONSE, LONGEST = 3072, 4096
 
 
 def planner_for(folder, name, sections=None, *, source=None, share=0.9):
@@ -51,9 +53,10 @@ def planner_for(folder, name, sections=None, *, source=None, share=0.9):
     model = write_config_json(MODELS[name], folder / name)
     if source is not None:
         (model / "config.json").write_text(json.dumps(source))
-    config = parse_config(
-        {"model": {"path": str(model)}, "data": {"train": "data/train.parquet"}, **(sections or {})}
-    )
+    config = parse_config({
+        "model": {"path": str(model)}, "data": {"train": "data/train.parquet"},
+        "rollout": {"max_response_tokens": RESPONSE}, **(sections or {}),
+    })  # fmt: skip
     shape = read_model_shape(model)
     return Planner(config, shape, H100, workload_of(config), engine_share=share)
 
@@ -89,21 +92,35 @@ def test_options_fit_are_sorted_and_above_their_lower_bounds(planner, result):
     for option in result.options:
         assert max(option.memory.values()) <= 1.0
         assert all(seconds > 0 for seconds in option.seconds.values())
-        layout = replace(option.layout, tokens=16384)
+        layout = replace(option.layout, tokens=LONGEST)
         engine = planner.engine_beside(layout, planner.least_asleep(layout))
         assert planner.least_seconds(layout, engine) <= option.step_seconds
         assert planner.least_memory(layout) <= option.memory["train"] * H100.memory
 
 
-def test_layouts_behind_a_lower_bound_are_not_run(planner, monkeypatch):
+class Shared(DryRuns):
+    """Dry runs with the counts of others, which run what they do not have."""
+
+    def __init__(self, others):
+        super().__init__(others.config)
+        self.others = others
+
+    def run(self, probes):
+        missing = [probe for probe in dict.fromkeys(probes) if probe not in self.done]
+        self.others.run(missing)
+        self.done |= {probe: self.others.done[probe] for probe in missing}
+        return len(missing)
+
+
+def test_layouts_behind_a_lower_bound_are_not_run(planner, dry_runs, result, monkeypatch):
     least = Planner.least_seconds
     slow = 1e6
     monkeypatch.setattr(
         Planner, "least_seconds",
         lambda self, layout, engine: least(self, layout, engine) + slow * (layout.tensor > 1),
     )  # fmt: skip
-    runs = DryRuns(planner.config)
-    found = search(planner, runs, 8, FIXED | {"tokens": 16384}, top=1)
+    runs = Shared(dry_runs)
+    found = search(planner, runs, 8, FIXED | {"tokens": LONGEST}, top=1)
     assert found.slower > 0 and max(probe.layout.tensor for probe in runs.done) < 4
     monkeypatch.setattr(search_module, "MAX_DRY_RUNS", 0)
     limited = search(planner, runs, 8, FIXED)
@@ -148,24 +165,25 @@ def test_reference_policy_is_another_scoring_pass(tmp_path, planner, dry_runs, r
 
 
 MIXTURES = ("Qwen3-30B-A3B", "Moonlight-16B-A3B-Instruct", "gpt-oss-20b-bf16")
+# Model, its layers, and layout.
 CASES = {
-    "tensor and context": ("Qwen3-8B", Layout(2, 1, 2, 2)),
-    "four stages": ("Qwen3-8B", Layout(1, 4, 1, 2, recompute="selective")),
-    "experts": (MIXTURES[0], Layout(2, 2, 2, 1, expert=2, expert_tensor=1, recompute="full")),
-    "latent": (MIXTURES[1], Layout(1, 2, 1, 2, expert=2)),
-    "sinks and windows": (MIXTURES[2], Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
+    "tensor and context": ("Qwen3-8B", 6, Layout(2, 1, 2, 2)),
+    "four stages": ("Qwen3-8B", 8, Layout(1, 4, 1, 2, recompute="selective")),
+    "experts": (MIXTURES[0], 6, Layout(2, 2, 2, 1, expert=2, expert_tensor=1, recompute="full")),
+    "latent": (MIXTURES[1], 8, Layout(1, 2, 1, 2, expert=2)),
+    "sinks and windows": (MIXTURES[2], 6, Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
-    """With eight layers and, of mixtures, 32 experts."""
-    name, layout = CASES[case]
+    """With six or eight layers and, of mixtures, 16 experts."""
+    name, layers, layout = CASES[case]
     source = json.loads(
         (write_config_json(MODELS[name], tmp_path / "whole") / "config.json").read_text()
     )
-    source = with_layers(source, 8)
-    few = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 32)
+    source = with_layers(source, layers)
+    few = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 16)
     source |= {key: value for key, value in few.items() if key in source}
     planner = replace(planner_for(tmp_path, name, source=source), device=DEVICES["b200"])
     runs = DryRuns(planner.config)
@@ -200,10 +218,18 @@ def test_kinds_of_layers_repeat(name, expected):
     assert layer_pattern(MODELS[name]) == expected
 
 
-def test_counts_are_kept_in_files(tmp_path, planner, result, monkeypatch):
-    probes = probes_of(planner.shape, result.options[0].layout)
+@pytest.fixture
+def probes(dry_runs, result):
+    """Two depths of a first pipeline stage, which has no vocabulary to go through.
+
+    The last ones: a process computes the frequencies of positions once for each shape.
+    """
+    return [probe for probe in dry_runs.done if len(probe.layers) == 2 and probe.stage == 0][-2:]
+
+
+def test_counts_are_kept_in_files(tmp_path, planner, probes):
     first = DryRuns(planner.config, folder=tmp_path)
-    assert first.run(probes) == len(probes)
+    assert first.run(probes) == len(probes) == 2
     second = DryRuns(planner.config, folder=tmp_path)
     assert second.run(probes) == 0 and second.done == first.done
     other = planner.config.model_copy(
@@ -212,8 +238,7 @@ def test_counts_are_kept_in_files(tmp_path, planner, result, monkeypatch):
     assert not DryRuns(other, folder=tmp_path)._file(probes[0]).exists()
 
 
-def test_worker_processes_return_the_same_counts(planner, dry_runs, result):
-    probes = probes_of(planner.shape, result.options[0].layout)
+def test_worker_processes_return_the_same_counts(planner, dry_runs, probes):
     several = DryRuns(planner.config, workers=2)
     try:
         several.run(probes)
@@ -319,8 +344,8 @@ def test_run_cost(tmp_path, planner, result):
     assert cost.assumed == ("b",)
     assert cost.hours * 3600 == pytest.approx(25 * option.step_seconds + 4 * sum(one))
     # 1,777,088,000 parameters: float32 weight, two moments, master weight; 2 kept, 1 in writing;
-    # each with a step's rollouts, 2,048 responses of a quarter of 15,360 tokens of 12 bytes.
-    rollouts = 2048 * 15360 // 4 * 12
+    # each with a step's rollouts, 2,048 responses of a quarter of 3,072 tokens of 12 bytes.
+    rollouts = 2048 * RESPONSE // 4 * 12
     assert cost.disk["2 + 1 checkpoints"] == 3 * (16 * 1_777_088_000 + rollouts)
     assert cost.disk["the model"] == 4 * 1_777_088_000
     # 12 bytes of optimizer states per parameter, stored once over the node's 8 devices.
@@ -461,7 +486,7 @@ def test_slow_answers_favour_engines_on_ranks_of_their_own(planner, dry_runs, re
 
 def test_paused_requests_keep_the_engines_memory(planner, dry_runs, result):
     option = next(each for each in result.options if each.layout.pipeline == 1)
-    windows = replace(planner, workload=replace(planner.workload, every_tokens=4096))
+    windows = replace(planner, workload=replace(planner.workload, every_tokens=RESPONSE // 4))
     paused = windows.evaluate(option.layout, dry_runs)
     room, share = H100.memory, paused.gpu_memory_utilization
     taken = paused.memory["train"] - option.memory["train"] + ENGINE_ASLEEP / room
@@ -496,10 +521,15 @@ def test_push_to_other_ranks_has_every_weight_once_for_each_node():
     assert one_node.between == 0 and one_node.ranks == 4
 
 
+SHORT = (f"rollout.max_response_tokens={RESPONSE}", f"trainer.tokens_per_micro_batch={LONGEST}")
+
+
 def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
-    sizes = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "rollout.tensor=1",
-             "trainer.recompute=full", "trainer.tokens_per_micro_batch=16384"]  # fmt: skip
+    sizes = [
+        "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "rollout.tensor=1",
+        "trainer.recompute=full", *SHORT,
+    ]  # fmt: skip
 
     def own(*arguments):
         options = cli._parse(["plan", SMALL, "--devices", "8", *sizes, *arguments])
@@ -523,7 +553,7 @@ def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, monk
     found = []
     fixed = [
         "parallel.expert=8", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
-        "rollout.tensor=2", "trainer.recompute=full", "trainer.tokens_per_micro_batch=16384",
+        "rollout.tensor=2", "trainer.recompute=full", *SHORT,
     ]  # fmt: skip
     for overrides in (["run.largest_expert_share=1"], []):
         target = ["--write", str(tmp_path / f"{len(found)}.yaml")]
