@@ -256,6 +256,7 @@ def topology_now(virtual_stages: int = 1, stage_layers: Sequence[int] | None = N
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
         expert_dp_group=state.get_expert_data_parallel_group(),
         ep_size=state.get_expert_model_parallel_world_size(),
+        ep_rank=state.get_expert_model_parallel_rank(),
         expert_tp_size=state.get_expert_tensor_parallel_world_size(),
         virtual_stages=virtual_stages,
         stage_layers=None if stage_layers is None else tuple(stage_layers),

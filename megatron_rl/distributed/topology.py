@@ -44,6 +44,7 @@ class Topology:
     host_group: ProcessGroup | None = None
     expert_dp_group: ProcessGroup | None = None
     ep_size: int = 1
+    ep_rank: int = 0
     expert_tp_size: int | None = None  # tensor parallelism of the experts; None: tp_size
     virtual_stages: int = 1  # model chunks per pipeline rank
     stage_layers: tuple[int, ...] | None = None  # layers of each model chunk; None: automatic
