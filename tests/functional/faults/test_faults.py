@@ -32,7 +32,10 @@ FURTHER_RUNS = [
      "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
               "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
               "rollout.prompts_per_step=4"]},
-    *({"fault": f"break_{name}", "rank": 1, "more": ["trainer.self_test_every=2"]}
+    # One minibatch of many groups: some have rewards that differ, whatever the model answers.
+    *({"fault": f"break_{name}", "rank": 1, "more": [
+        "trainer.self_test_every=2", "trainer.minibatches=1", "rollout.prompts_per_step=16",
+        "rollout.responses_per_prompt=8"]}
       for name in ("first_ratio", "zero_rate_weights", "zero_rate_ratios", "engine_weights")),
 ]  # fmt: skip
 
