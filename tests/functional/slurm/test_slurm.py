@@ -163,6 +163,11 @@ def steps_of(run: Path) -> int:
     return rows[-1]["step"] if rows else -1
 
 
+def test_cluster_has_two_nodes(slurm, launcher):
+    """First: no other test's time limit contains the minutes of installing SLURM and NeMo-Run."""
+    assert set(slurm.ask("sinfo -h -N -o %N").split()) == {"n1", "n2"}
+
+
 def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     """Preempted, out of time, its node lost: in the end the weights of an undisturbed run."""
     run, pace = launcher.run_folder("disturbed"), launcher.pace("disturbed", 1.0)
