@@ -41,4 +41,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _make_task() -> None:
     sys.argv[1:] = ["--output", TASK]
-    tiny_task.main()
+    try:
+        tiny_task.main()
+    except OSError as error:  # a full disk, no permission, a file in place of the folder
+        sys.exit(str(error))

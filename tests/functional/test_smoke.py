@@ -52,3 +52,10 @@ def test_wrong_setting_of_quickstart_makes_nothing(tmp_path):
     process = ForkedCommand(["quickstart", "trainer.step=1"], output=tmp_path / "o", cwd=tmp_path)
     assert process.wait(timeout=60) == 1
     assert "trainer.step" in process.read() and not (tmp_path / ".cache").exists()
+
+
+def test_quickstart_names_what_is_in_place_of_its_folder(tmp_path):
+    (tmp_path / ".cache").touch()
+    process = ForkedCommand(["quickstart"], output=tmp_path / "o", cwd=tmp_path)
+    assert process.wait(timeout=60) == 1
+    assert "File exists: '.cache'" in process.read() and "Traceback" not in process.read()
