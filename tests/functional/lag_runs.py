@@ -24,18 +24,19 @@ from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import SamplingSettings
-from tests.functional.tiny_runs import CONFIG, PLACES
+from tests.functional.tiny_runs import CONFIG, CUT, PLACES
 
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
          "logging.traced_responses=32",
          "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
          "parallel.context=1", "eval.sets={}", "logging.tensorboard=false",
          "optimizer.decay=constant", "optimizer.learning_rate=1.0e-3", "optimizer.warmup_steps=0",
-         "run.resume=auto")  # fmt: skip
+         "run.resume=auto", *CUT)  # fmt: skip
+LONGEST = 16  # of `CUT`
 ENGINE, ONE = "behavior=engine", "trainer.steps=1"
 KEEP, RECOMPUTE = (
-    "lag.partial_rollouts=16",
-    "lag.partial_rollouts={every_tokens: 16, cache: recompute}",
+    "lag.partial_rollouts=4",
+    "lag.partial_rollouts={every_tokens: 4, cache: recompute}",
 )
 MASKED = ("rollout.top_k=8", "rollout.top_p=0.98")  # the sampler removes tokens
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
@@ -52,7 +53,7 @@ RUNS = {
     "skipped": (ENGINE,),  # pushes by hand
     "every_second": (ENGINE, "lag.sync_weights_every=2"),
     "engine_queue": (ENGINE, "lag.batches=1"),
-    "late_window": (ENGINE, "lag.partial_rollouts=54"),  # longer than any response
+    "late_window": (ENGINE, "lag.partial_rollouts=14"),  # two tokens later
     "keep": (ENGINE, KEEP, *EVEN),
     "keep_killed": (ENGINE, KEEP, *EVEN),
     "recompute": (RECOMPUTE, *MASKED),
@@ -87,7 +88,8 @@ class SharedParts:
 
     def build_engine(self, config, topology, *, hooks=None):
         if "engine" not in self.made:  # runs that remove no tokens may use it too
-            first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *MASKED]
+            first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *MASKED,
+                     "rollout.max_response_tokens=32"]  # fmt: skip
             config = load_config(CONFIG, [*PLACES, *SHORT, *first])
             self.made["engine"] = self._engine(config, topology)
         engine = self.made["engine"]
@@ -177,7 +179,10 @@ def queue_by_hand(folder, shared):
         seed = derive_seed(config.seed, "rollout", batch)
         submit = grader.begin(prompts, samples=4)
         responses = engine.generate(
-            prompts, samples=4, sampling=SamplingSettings(1.0, 1.0, 56, seed), on_response=submit
+            prompts,
+            samples=4,
+            sampling=SamplingSettings(1.0, 1.0, LONGEST, seed),
+            on_response=submit,
         )
         rollouts = grader.finish(prompts, responses)
         rewards = torch.tensor([rollout.grade_result.reward for rollout in rollouts]).view(8, 4)

@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("MEGATRON_RL_TINY_SEED", "1")
 TASK = ROOT / ".cache" / ("tiny_task" if SEED == "1" else f"tiny_task_of_seed_{SEED}")
 # Some of its prompts: a run reads and tokenizes all of a file, and 4096 take longer than its steps.
-TRAIN = TASK / "some.parquet"
-PROMPTS = 512
+PROMPTS = 128
+TRAIN = TASK / f"train_{PROMPTS}.parquet"
 # For runs that evaluate, but not to learn how good the model is.
-HELDOUT = TASK / "some_heldout.parquet"
 QUESTIONS = 16
+HELDOUT = TASK / f"heldout_{QUESTIONS}.parquet"
 PLACES = (f"model.path={TASK}/model", f"data.train={TRAIN}",
           f"eval.sets={{heldout: {TASK}/heldout.parquet}}",
           "reward.verifier=tests.functional.sums:grade")  # fmt: skip
