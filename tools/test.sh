@@ -16,9 +16,9 @@ VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}
 cd "$ROOT"
 
 case ${1:-all} in
-    all) parts=(format lint types docs tests) ;;
-    unit) parts=(format lint types docs unit) ;;
-    fast) parts=(format lint types fast) ;;
+    all) parts=(tests format lint types docs) ;;
+    unit) parts=(unit format lint types docs) ;;
+    fast) parts=(fast format lint types) ;;
     slow) parts=(slow) ;;
     *) echo "usage: bash tools/test.sh [all|slow|unit|fast]" >&2; exit 2 ;;
 esac
@@ -71,7 +71,7 @@ record_part() {
     [[ $verdict == passed ]]
 }
 
-# These use a core each: they run at the same time, and are printed one after the other.
+# These use a core each: they run beside the tests, and are printed after them.
 declare -A checks
 for part in "${parts[@]}"; do
     case $part in format | lint | types | docs) record_part "$part" >/dev/null & checks[$part]=$! ;; esac
