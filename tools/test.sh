@@ -51,7 +51,7 @@ run_part() {
             -m "not slow" --durations=40 --hypothesis-seed=0 ;;
         fast) "$VENV/bin/python" -m pytest -q "${FAST[@]}" "${SIDE_BY_SIDE[@]}" -m "not slow" \
             --no-processes --hypothesis-seed=0 ;;
-        tests) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
+        tests) "$VENV/bin/python" -m pytest tests/functional tests/unit/workers tests/unit "${SIDE_BY_SIDE[@]}" \
             -m "not slow" --durations=40 --hypothesis-seed=0 ;;
         slow) "$VENV/bin/python" -m pytest tests/functional tests/unit "${SIDE_BY_SIDE[@]}" \
             -m slow --durations=40 --hypothesis-seed=0 ;;

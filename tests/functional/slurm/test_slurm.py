@@ -214,23 +214,24 @@ def test_run_survives_preemption_time_limit_and_node_failure(slurm, launcher):
     assert "ODD=two words" in (run / "launch" / "001" / "rank.sh").read_text().replace("'", "")
 
 
-def test_engines_on_a_node_of_their_own_are_preempted_with_the_trainers(slurm, launcher):
-    """One node trains and the other generates; in the end the weights of one shared process.
+def test_chain_of_jobs_with_engines_on_a_node_of_their_own_resumes(slurm, launcher):
+    """The first of two jobs is interrupted after two steps, and none is queued again.
 
-    That is launched on this machine, and interrupted after two steps.
+    One node trains and the other generates; in the end the weights of one shared process, which is
+    launched on this machine and interrupted, too.
     """
-    settings = ("parallel.context=1", "lag.batches=1", "trainer.steps=8")
+    values = json.loads((launcher.folder / "slurm.yaml").read_text())
+    launcher.write_cluster("once", values | {"requeue": 0})
+    settings = ("parallel.context=1", "lag.batches=1", "trainer.steps=8", "--simulate-preemption=2")
     run, pace = launcher.run_folder("apart"), launcher.pace("apart", 1.0)
-    launcher.start("apart", *settings, "parallel.engine_ranks=1")
-    launcher.wait_until("at step 2", lambda: steps_of(run) >= 2, "apart")
-    slurm.ask(f"sbatch -p high -N 2 --exclusive -o {run}/high.out --wrap hostname")
-    launcher.wait_until("preempted", lambda: launcher.exits("apart"), "apart")
+    launcher.start("apart", *settings, "parallel.engine_ranks=1", "--chain", "2", cluster="once")
+    launcher.wait_until("interrupted", lambda: launcher.exits("apart"), "apart")
     pace.unlink()
-    launcher("logs", "-f", "apart")
+    launcher.wait_until("at its end", lambda: len(launcher.exits("apart")) == 2, "apart")
     assert launcher.exits("apart") == ["75", "0"]
     assert "checkpoint saved at step" in (run / "log.txt").read_text()
     pace = launcher.pace("shared", 0.3)
-    launcher.start("shared", *settings, "--simulate-preemption", "2", cluster="local")
+    launcher.start("shared", *settings, cluster="local")
     launcher.wait_until("interrupted", lambda: launcher.exits("shared"), "shared")
     pace.unlink()
     launcher("logs", "-f", "shared")
@@ -239,19 +240,6 @@ def test_engines_on_a_node_of_their_own_are_preempted_with_the_trainers(slurm, l
     one, other = launcher.weights("apart"), launcher.weights("shared")
     assert one.keys() == other.keys() and steps_of(run) == 8
     assert all(tensor.equal(other[key]) for key, tensor in one.items())
-
-
-def test_chained_job_resumes_after_simulated_preemption(slurm, launcher):
-    """The first of two jobs is interrupted after two steps, and none is queued again."""
-    values = json.loads((launcher.folder / "slurm.yaml").read_text())
-    launcher.write_cluster("once", values | {"requeue": 0})
-    pace = launcher.pace("chained", 0.3)
-    launcher.start("chained", "--chain", "2", "--simulate-preemption", "2", cluster="once")
-    launcher.wait_until("interrupted", lambda: launcher.exits("chained"), "chained")
-    pace.unlink()
-    launcher.wait_until("at its end", lambda: len(launcher.exits("chained")) == 2, "chained")
-    assert launcher.exits("chained") == ["75", "0"]
-    launcher.assert_whole("chained")
 
 
 def test_hung_job_is_requeued_and_ends_as_undisturbed_job(slurm, launcher):
