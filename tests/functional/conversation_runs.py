@@ -13,7 +13,6 @@ from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.trainer import build
 from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.recorder import Recorder
-from tests.functional.test_conversations import save_model
 from tests.functional.tiny_runs import ROOT
 
 CONFIG = ROOT / "examples" / "pnpo" / "ask.yaml"
@@ -104,7 +103,6 @@ def kill(keeper, actor):
 
 
 def main(folder):
-    save_model(folder / "model")
     made = {}
     initialise, build_engine = groups.initialise, build.build_engine
     build_pool = build.VerifierPool

@@ -23,6 +23,7 @@ from megatron_rl.runs.files import read_metrics
 from megatron_rl.runtime.seeds import derive_seed
 from tests.functional import conversation_runs
 from tests.functional.conversation_runs import CONFIG, PROMPTS, RESTARTS, SAMPLES, arguments
+from tests.functional.test_conversations import save_model
 from tests.functional.tiny_runs import start_training, train
 from tests.ranks import start_process
 from tests.running import assert_end
@@ -32,8 +33,15 @@ TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engi
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def folder(tmp_path_factory):
+    """The folder of all runs, with their model."""
     folder = tmp_path_factory.mktemp("conversations")
+    save_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
     process = start_process(conversation_runs.main, folder)
     process.join(timeout=900)
     assert process.exitcode == 0
@@ -154,10 +162,10 @@ QUEUE = ("lag.batches=1", *RESTARTS)
 
 
 @pytest.mark.slow
-def test_run_with_engines_apart_killed_while_generating(runs):
+def test_run_with_engines_apart_killed_while_generating(folder):
     """Rollouts of step 3, which engines on ranks of their own generate during step 2."""
-    train(*arguments(runs, "queue", *QUEUE), config=CONFIG, places=())
-    check_kill(runs, "apart", (*QUEUE, "parallel.engine_ranks=1"), same="queue", batch=3)
+    train(*arguments(folder, "queue", *QUEUE), config=CONFIG, places=())
+    check_kill(folder, "apart", (*QUEUE, "parallel.engine_ranks=1"), same="queue", batch=3)
 
 
 def test_run_killed_while_generating_repeats_no_side_effect(runs):
