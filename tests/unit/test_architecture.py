@@ -1,7 +1,7 @@
 """The shape of the code base: which way imports go, who may import what, and how big things get."""
 
 import ast
-from functools import lru_cache
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def part_named(parts: tuple[str, ...]) -> str:
     return ".".join(parts[: 2 if parts[0] == "apps" else 1])
 
 
-@lru_cache
+@cache
 def imports_of(file: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):

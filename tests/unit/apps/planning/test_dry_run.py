@@ -12,10 +12,9 @@ from tests.unit.apps.planning.models import DENSE, EXPERTS, WINDOW, save_model
 RANKS, PACKS = 4, 2
 # name: model, layout, other settings. Packs contain two long responses and a shorter one.
 CASES = {
-    "tensor x context, recomputed": (
-        "dense", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
+    "sliding window, tensor x context, recomputed": (
+        "window", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
     ),
-    "sliding window x context": ("window", {"context": 4}, {}),
     "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
     "experts x tensor, adapters, KL": (
         "experts", {"tensor": 2, "expert": 2}, {
