@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -530,8 +531,14 @@ def test_push_to_other_ranks_has_every_weight_once_for_each_node():
 SHORT = (f"rollout.max_response_tokens={RESPONSE}", f"trainer.tokens_per_micro_batch={LONGEST}")
 
 
-def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, monkeypatch):
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of the test's own; and one core, on which the command starts no workers."""
     monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
+def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, own_cache):
     sizes = [
         "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1", "rollout.tensor=1",
         "trainer.recompute=full", *SHORT,
@@ -553,9 +560,8 @@ def test_command_chooses_the_split_where_a_lag_is_set(tmp_path, monkeypatch):
     assert load_config(file).parallel.engine_ranks == 4
 
 
-def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, monkeypatch, capsys):
+def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, own_cache, capsys):
     """The busiest rank's share of a mixture of experts is that of the memory check."""
-    monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
     found = []
     fixed = [
         "parallel.expert=8", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1",
