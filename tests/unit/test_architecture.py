@@ -86,7 +86,7 @@ def part_named(parts: tuple[str, ...]) -> str:
 
 
 class Contents(NamedTuple):
-    """What the tests want to know of a file."""
+    """Imports and faults of a file."""
 
     imports: set[str]
     long_functions: list[str]  # line, name and number of lines

@@ -93,7 +93,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def real(request, folder):
-    """What the ranks count, for the cases that are selected."""
+    """Counts of the ranks, for the cases that are selected."""
     tests = (one for one in request.session.items if one.module is request.module)
     return run_ranks(run_real_rank, RANKS, folder, [one.callspec.params["name"] for one in tests])
 
