@@ -37,6 +37,8 @@ FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages
 SIDE_BY_SIDE=(-n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0)
 # Several processes share the cores in these tests, so each uses one thread.
 export OMP_NUM_THREADS=1
+# Hundreds of processes import the package: it is compiled for the first of them alone.
+unset PYTHONDONTWRITEBYTECODE
 # No network requests or telemetry.
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 

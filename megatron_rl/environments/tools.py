@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-
 from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
 from megatron_rl.environments.interface import Answer, InfrastructureError, TurnTokens
 from megatron_rl.errors import UserError
@@ -29,6 +27,9 @@ class Tool:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        # Every conversation's process imports this module, and few have tools.
+        from pydantic import ConfigDict, create_model
+
         self.function, self.name = function, function.__name__
         parameters = inspect.signature(function, eval_str=True).parameters
         self._wants_row = "row" in parameters
@@ -45,9 +46,7 @@ class Tool:
             for name, one in parameters.items()
             if name != "row"
         }
-        self._arguments: type[BaseModel] = create_model(
-            self.name, __config__=ConfigDict(extra="forbid"), **fields
-        )
+        self._arguments = create_model(self.name, __config__=ConfigDict(extra="forbid"), **fields)
 
     @cached_property
     def schema(self) -> dict[str, Any]:
@@ -129,6 +128,8 @@ class ToolEnvironment:
         return parse_calls(message, self.call_format, in_thinking=self._in_thinking)
 
     async def _result(self, call: ToolCall) -> str:
+        from pydantic import ValidationError
+
         if call.problem:
             return f"error: {call.problem}"
         tool = self._tools.get(call.name)

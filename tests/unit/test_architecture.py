@@ -1,9 +1,10 @@
 """The shape of the code base: which way imports go, who may import what, and how big things get."""
 
 import ast
-from functools import lru_cache
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -84,16 +85,29 @@ def part_named(parts: tuple[str, ...]) -> str:
     return ".".join(parts[: 2 if parts[0] == "apps" else 1])
 
 
-@lru_cache
-def imports_of(file: Path) -> set[str]:
-    names = set()
+class Contents(NamedTuple):
+    """Imports and faults of a file."""
+
+    imports: set[str]
+    long_functions: list[str]  # line, name and number of lines
+    texts_of_the_locale: list[int]  # lines
+
+
+@cache
+def contents_of(file: Path) -> Contents:
+    contents = Contents(set(), [], [])
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            contents.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            contents.imports.add(node.module)
+            contents.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if (size := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
+                contents.long_functions.append(f"{node.lineno} {node.name}: {size}")
+        elif isinstance(node, ast.Call) and is_text_of_the_locale(node):
+            contents.texts_of_the_locale.append(node.lineno)
+    return contents
 
 
 def test_every_package_is_placed_in_layers():
@@ -114,7 +128,7 @@ def test_imports_go_one_way():
     wrong = []
     for file in FILES:
         part = part_of(file)
-        for name in imports_of(file):
+        for name in contents_of(file).imports:
             if not name.startswith("megatron_rl."):
                 continue
             target = part_named(tuple(name.split(".")[1:]))
@@ -129,7 +143,7 @@ def test_training_code_imports_no_app():
         f"{file.relative_to(PACKAGE)} imports {name}"
         for file in FILES
         if part_of(file) not in leaves and not part_of(file).startswith("apps.")
-        for name in imports_of(file)
+        for name in contents_of(file).imports
         if name.startswith(("megatron_rl.apps", "megatron_rl.commands"))
     ]
     assert not wrong, "\n".join(wrong)
@@ -138,7 +152,7 @@ def test_training_code_imports_no_app():
 def test_imports_between_files_are_acyclic():
     files = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
              for file in FILES}  # fmt: skip
-    graph = {name: {one for one in imports_of(file) if one in files and one != name}
+    graph = {name: {one for one in contents_of(file).imports if one in files and one != name}
              for name, file in files.items()}  # fmt: skip
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
@@ -147,7 +161,7 @@ def test_single_importers():
     wrong = [
         f"{file.relative_to(PACKAGE)} imports {name}"
         for file in FILES
-        for name in imports_of(file)
+        for name in contents_of(file).imports
         if (owner := ONLY_IMPORTER.get(name.split(".")[0])) and part_of(file) != owner
     ]
     assert not wrong, "\n".join(wrong)
@@ -160,7 +174,7 @@ def test_mathematics_needs_only_torch():
         f"{file.relative_to(PACKAGE)} imports {name}"
         for file in FILES
         if part_of(file) in NEED_ONLY_TORCH
-        for name in imports_of(file)
+        for name in contents_of(file).imports
         if (top := name.split(".")[0]) not in THIRD_PARTY_OF_TORCH_ONLY
         and top not in sys.stdlib_module_names
     ]
@@ -182,16 +196,11 @@ def test_objectives_never_see_rank():
 
 
 def test_sizes():
-    wrong = []
-    for file in [*FILES, *TOOLS]:
-        text = file.read_text()
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                continue
-            if (size := node.end_lineno - node.lineno + 1) > MAX_FUNCTION_LINES:
-                wrong.append(
-                    f"{file.relative_to(PACKAGE.parent)}:{node.lineno} {node.name}: {size}"
-                )
+    wrong = [
+        f"{file.relative_to(PACKAGE.parent)}:{each}"
+        for file in [*FILES, *TOOLS]
+        for each in contents_of(file).long_functions
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -211,9 +220,8 @@ def is_text_of_the_locale(call: ast.Call) -> bool:
 
 def test_files_are_utf8_on_every_terminal():
     wrong = [
-        f"{file.relative_to(PACKAGE)}:{node.lineno} has no encoding"
+        f"{file.relative_to(PACKAGE)}:{line} has no encoding"
         for file in FILES
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and is_text_of_the_locale(node)
+        for line in contents_of(file).texts_of_the_locale
     ]
     assert not wrong, "\n".join(wrong)

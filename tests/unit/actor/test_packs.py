@@ -139,10 +139,11 @@ def test_packs_share_position_tables_that_grow_with_longest_sequence():
     assert torch.equal(large.cosine[: len(small.cosine)], small.cosine)
 
 
-LAYOUTS = {
-    "tp2-pp2-v2": {"tensor": 2, "pipeline": 2, "virtual_stages": 2},  # sequence parallelism
-    "pp4": {"pipeline": 4},
-}
+LAYOUTS = [  # ranks and layout
+    (4, {"tensor": 2, "pipeline": 2, "virtual_stages": 2}),  # sequence parallelism
+    (2, {"pipeline": 2}),
+    pytest.param(4, {"pipeline": 4}, marks=pytest.mark.slow),
+]
 
 
 class Messages(TorchDispatchMode):
@@ -188,25 +189,21 @@ def _train(root, topology):
     return norms, values, messages.sent, actor.chunks[0].config
 
 
-def compare_hops(rank, world_size, root):
-    """Each layout with known shapes and with Megatron's own communicator; asserts here."""
-    from megatron.core import parallel_state
-
+def compare_hops(rank, world_size, root, layout):
+    """A layout with known shapes and with Megatron's own communicator; asserts here."""
     from megatron_rl.actor import groups, scoring
 
-    for name, layout in LAYOUTS.items():
-        topology = groups.initialise(**layout)
-        norms, values, sent, config = _train(root, topology)
-        with mock.patch.object(scoring, "pipeline_arguments", lambda *_, **__: {}):
-            their_norms, theirs, all_sent, _ = _train(root, topology)
-        assert norms == their_norms and norms[0] > 1e-3, name
-        assert all(torch.equal(mine, one) for mine, one in zip(values, theirs, strict=True)), name
-        hops = sent[True]
-        assert hops > 0 and sent == {True: hops, False: 0}, (name, sent)
-        assert all_sent == {True: hops, False: hops}, (name, all_sent)
-        if rank == 0 and name == "pp4":
-            refuse_another_shape(config)
-        parallel_state.destroy_model_parallel()
+    topology = groups.initialise(**layout)
+    norms, values, sent, config = _train(root, topology)
+    with mock.patch.object(scoring, "pipeline_arguments", lambda *_, **__: {}):
+        their_norms, theirs, all_sent, _ = _train(root, topology)
+    assert norms == their_norms and norms[0] > 1e-3
+    assert all(torch.equal(mine, one) for mine, one in zip(values, theirs, strict=True))
+    hops = sent[True]
+    assert hops > 0 and sent == {True: hops, False: 0}, sent
+    assert all_sent == {True: hops, False: hops}, all_sent
+    if rank == 0 and topology.tp_size == 1:
+        refuse_another_shape(config)
     return "done"
 
 
@@ -221,6 +218,7 @@ def refuse_another_shape(config):
         hops._communicate_shapes(torch.empty(8, 1, 32), None, False, False)
 
 
-def test_fixed_shapes_are_not_exchanged_and_results_are_bit_identical(tmp_path):
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_fixed_shapes_are_not_exchanged_and_results_are_bit_identical(tmp_path, ranks, layout):
     make_model(tmp_path, tied=True)
-    assert run_ranks(compare_hops, 4, tmp_path) == ["done"] * 4
+    assert run_ranks(compare_hops, ranks, tmp_path, layout) == ["done"] * ranks

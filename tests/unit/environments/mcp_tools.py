@@ -1,8 +1,7 @@
-"""A real MCP server, and the environment of its tools; started as a program, it serves."""
+"""The environment of a real MCP server's tools."""
 
-import os
 import sys
-import time
+from pathlib import Path
 
 from megatron_rl.environments.tools import McpEnvironment
 
@@ -17,7 +16,7 @@ def double(x: int) -> int:
 
 
 class Remote(McpEnvironment):
-    server = (sys.executable, __file__)
+    server = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
     tools = (double,)
 
     def reward(self, text):
@@ -26,34 +25,3 @@ class Remote(McpEnvironment):
 
 class Missing(McpEnvironment):
     server = ("no-such-server",)
-
-
-def serve():
-    from mcp.server.mcpserver import MCPServer
-
-    server = MCPServer("shop")
-
-    @server.tool()
-    def add(a: int, b: int) -> int:
-        """Add two numbers."""
-        return a + b
-
-    @server.tool()
-    def process() -> int:
-        """Return the number of the server's process."""
-        return os.getpid()
-
-    @server.tool()
-    def fail(how: str) -> str:
-        """Do what a tool must not."""
-        if how == "die":
-            os._exit(3)
-        if how == "hang":
-            time.sleep(600)
-        raise LookupError("nothing left")
-
-    server.run("stdio")
-
-
-if __name__ == "__main__":
-    serve()

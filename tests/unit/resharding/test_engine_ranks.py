@@ -95,7 +95,7 @@ def _push(rank, world_size):
             if link.is_engine
             else EnginesElsewhere(engines, torch.float32)
         )
-        resharder = Resharder(receiver, ReshardingSection(bucket_mib=3000 / 2**20), link=link)
+        resharder = Resharder(receiver, ReshardingSection(bucket_mib=6000 / 2**20), link=link)
         for version in range(2):
             tensors = _values(shape, version)
             if link.is_engine:
@@ -130,7 +130,7 @@ def _refuse(rank, world_size):
         kind = _Refusing if rank == 2 else Slices
         receiver = kind(shape, engines, rank)
         source = LocalWeights(shape, Topology(rank=rank), {})
-    resharder = Resharder(receiver, ReshardingSection(bucket_mib=3000 / 2**20), link=link)
+    resharder = Resharder(receiver, ReshardingSection(bucket_mib=6000 / 2**20), link=link)
     try:
         resharder.push(source, version=3)
     except Exception as error:

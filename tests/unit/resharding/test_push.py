@@ -116,7 +116,7 @@ def _push_all(rank, world_size):
         architecture = "Glm4MoeForCausalLM" if layout.expert > 1 else "Qwen2ForCausalLM"
         shape = small_shape(architecture, tied_embeddings=number % 2 == 1)
         receiver = kind(shape, EngineLayout(engine_tensor, world_size), rank, dtype)
-        settings = ReshardingSection(bucket_mib=3000 / 2**20)
+        settings = ReshardingSection(bucket_mib=6000 / 2**20)
         resharder = Resharder(receiver, settings, node, full_check_every=2)
         for version in range(2):
             tensors = _values(shape, version)
@@ -181,7 +181,7 @@ def _refuse(shape, shards, rank):
     """Return each rank's errors and versions when the engine of rank 1 fails."""
     messages = []
     receiver = Refusing(shape, EngineLayout(1, 2), rank)
-    resharder = Resharder(receiver, ReshardingSection(bucket_mib=999 / 2**20))
+    resharder = Resharder(receiver, ReshardingSection(bucket_mib=4000 / 2**20))
     for version, when in enumerate(("", "generating", "", "at once", "", "halfway")):
         receiver.when = when if rank == 1 else ""
         try:
@@ -322,7 +322,7 @@ def test_push_memory_is_at_most_two_buckets(peaks):
 def _mixed_ways(shape, shards, tensors, rank):
     """Sync where only rank 0's parameters allow direct writes."""
     receiver = (Live, Slices)[rank](shape, EngineLayout(1, 2), rank, torch.float32)
-    Resharder(receiver, ReshardingSection(bucket_mib=999 / 2**20)).push(shards, version=0)
+    Resharder(receiver, ReshardingSection(bucket_mib=4000 / 2**20)).push(shards, version=0)
     assert receiver.differs_from(tensors) == [], "all ranks use loaders if one must"
 
 

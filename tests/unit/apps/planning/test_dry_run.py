@@ -12,10 +12,9 @@ from tests.unit.apps.planning.models import DENSE, EXPERTS, WINDOW, save_model
 RANKS, PACKS = 4, 2
 # name: model, layout, other settings. Packs contain two long responses and a shorter one.
 CASES = {
-    "tensor x context, recomputed": (
-        "dense", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
+    "sliding window, tensor x context, recomputed": (
+        "window", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
     ),
-    "sliding window x context": ("window", {"context": 4}, {}),
     "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
     "experts x tensor, adapters, KL": (
         "experts", {"tensor": 2, "expert": 2}, {
@@ -28,6 +27,8 @@ CASES = {
         "objective": {"name": "grpo", "advantage_coefficient": 0,
             "kl": {"estimator": "reverse_kl", "coefficient": 1}}},
     ),
+}  # fmt: skip
+FURTHER = {
     "experts x context, KL": (
         "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
             "estimator": "k3", "coefficient": 0.1}}},
@@ -37,7 +38,7 @@ CASES = {
 
 def make_config(folder, name):
     """Build the config of one case."""
-    model, parallel, further = CASES[name]
+    model, parallel, further = (CASES | FURTHER)[name]
     values = {
         "model": {"path": str(folder / model)},
         "data": {"train": "none.jsonl", "max_prompt_tokens": 16},
@@ -60,7 +61,7 @@ def counts(dry_run):
     } | {"built": (sum(dry_run.states.values()), 0, [])}
 
 
-def run_real_rank(rank, world_size, folder):
+def run_real_rank(rank, world_size, folder, names):
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as the command does on a CPU
     from megatron.core import parallel_state
 
@@ -70,7 +71,7 @@ def run_real_rank(rank, world_size, folder):
     from megatron_rl.trainer.actor_settings import make_groups
 
     results = {}
-    for name in CASES:
+    for name in names:
         config, meter = make_config(folder, name), Meter()
         _last_rows.cache_clear()
         with meter.watching():
@@ -91,11 +92,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def real(folder):
-    return run_ranks(run_real_rank, RANKS, folder)
+def real(request, folder):
+    """Counts of the ranks, for the cases that are selected."""
+    tests = (one for one in request.session.items if one.module is request.module)
+    return run_ranks(run_real_rank, RANKS, folder, [one.callspec.params["name"] for one in tests])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in FURTHER)]
+)
 def test_dry_run_matches_real_rank(folder, real, name):
     from megatron_rl.distributed.context_attention import _last_rows
 
