@@ -81,8 +81,7 @@ step() {
 }
 
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
-# What is imported is compiled then: a fifth of the files, the rest never.
-install() { pip install --progress-bar off --no-compile "$@"; }
+install() { pip install --progress-bar off --no-compile "$@"; } # `compile_all` uses every core
 
 # Make pip use the wheels of the bundle and no index.
 use_bundle() {
@@ -200,6 +199,11 @@ install_locked() {
     HINT=
 }
 
+# Some packages have templates that are no Python.
+compile_all() {
+    "$VENV/bin/python" -m compileall -q -j 0 "$VENV"/lib/python*/site-packages "$ROOT/megatron_rl" || true
+}
+
 # Every requirement, in the newest supported release; $1: kind.
 install_unlocked() {
     "install_engines_$1"
@@ -217,6 +221,7 @@ install_launcher() {
         install --no-deps --no-build-isolation --editable "$ROOT"
     step "a look at whether it all loads" "$VENV/bin/python" -c \
         "import nemo_run, megatron_rl.apps.launch.nemo"
+    step "compiling what was installed" compile_all
 }
 
 install_training() {
@@ -226,11 +231,9 @@ install_training() {
     eval "$assignments"
     if [[ -n $LOCK ]]; then install_locked "$kind"; else install_unlocked "$kind"; fi
     step "megatron_rl, editable" install --no-deps --no-build-isolation --editable "$ROOT"
-    step "a look at whether it all loads" "$VENV/bin/python" -c "
-import importlib
-from megatron_rl.commands.train import rank_modules
-for module in rank_modules():
-    importlib.import_module(module)"
+    step "compiling what was installed" compile_all
+    step "a look at whether it all loads" "$VENV/bin/python" -c \
+        "import torch, transformers, vllm, megatron.core, megatron_rl"
     [[ $kind == cpu ]] || say "optional, compiled for half an hour: $VENV/bin/$INSTALL_TRANSFORMER_ENGINE"
 }
 
