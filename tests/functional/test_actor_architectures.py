@@ -172,7 +172,8 @@ def _score(rank, world_size, root, layout, names):
             overlap_reduction=world_size > 1,
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
-        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
+        tokens = 240 // topology.dp_size
+        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1, tokens=tokens)
         packs = freeze_behavior(actor, [minibatch])
         logprobs = [pack.behavior_logprobs for pack in packs]
         rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=topology)
@@ -181,7 +182,8 @@ def _score(rank, world_size, root, layout, names):
         result = actor.update(minibatch, build_objective("grpo"))
         report[f"{name}/deviation"] = result.statistics.to_metrics()["ratio/max_deviation"]
         report[f"{name}/grad_norm"] = result.grad_norm
-        report[f"{name}/one_pack"] = _update_by_one_pack(actor, rollouts, advantages)
+        if world_size == 1 or topology.pp_size > 1:
+            report[f"{name}/one_pack"] = _update_by_one_pack(actor, rollouts, advantages)
     return json.dumps(report)
 
 
@@ -240,12 +242,14 @@ def test_one_process_equals_transformers(root, reference, name):
 
 
 FOUR = {"tensor": 2, "context": 2, "expert": 2}
-SPLIT = ["mistral", "qwen2_moe", "qwen3_moe", "gemma3", "deepseek_v3", "qwen3_next", "qwen3_5_moe",
-         "glm4_moe"]  # fmt: skip
+SPLIT = ["qwen2_moe", "gemma3", "deepseek_v3", "qwen3_5_moe"]
+# Their parts are in others of these: windows, groups of experts, gated delta nets.
+FURTHER = ["mistral", "qwen3_moe", "qwen3_next", "glm4_moe"]
 # Windows, latents, sinks and states at other places in each stage.
 STAGED = ["llama", "qwen3", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5"]
 LAYOUTS = {
     "tp2-cp2-ep2": (FOUR, 4, SPLIT),
+    "tp2-cp2-ep2, further families": (FOUR, 4, FURTHER),
     "tp2-cp2-ep2-etp1": ({**FOUR, "expert_tensor": 1}, 4, ["gpt_oss"]),
     # Windows and states in stages whose sequences are split as well.
     "tp2-pp2-cp2-ep2": ({**FOUR, "pipeline": 2}, 8, ["gemma3", "qwen3_next"]),
@@ -254,7 +258,8 @@ LAYOUTS = {
 }
 
 
-SLOW = ("tp2-pp2-cp2-ep2",)  # the parts of two other cases together
+# The parts of two other cases together, and families whose parts the first case has.
+SLOW = ("tp2-pp2-cp2-ep2", "tp2-cp2-ep2, further families")
 
 
 @pytest.mark.parametrize(
@@ -269,8 +274,9 @@ def test_architectures_equal_transformers(root, reference, case):
         assert report[f"{name}/deviation"] == 0.0, name
         want = reference[f"{name}/grad_norm"]
         assert report[f"{name}/grad_norm"] == pytest.approx(want, rel=1e-5), name
-        want = reference[f"{name}/one_pack"]
-        assert report[f"{name}/one_pack"] == pytest.approx(want, rel=1e-4), name
+        if "pipeline" in layout:
+            want = reference[f"{name}/one_pack"]
+            assert report[f"{name}/one_pack"] == pytest.approx(want, rel=1e-4), name
         folder = root / f"{name}-exported-{world_size}"
         assert read_model_shape(folder) == read_model_shape(root / name)  # its window, too
         source = load_file(root / name / "model.safetensors")

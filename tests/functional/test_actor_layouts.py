@@ -4,6 +4,7 @@ One launch per layout does everything (starting torch and Megatron in each rank 
 The single process is the reference; it is compared with transformers.
 """
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -129,15 +130,15 @@ def _settings():
     )
 
 
-def plan(actor, rollouts, advantages, *, minibatches, computed=None):
-    """Minibatches of small packs in the actor's layout."""
+def plan(actor, rollouts, advantages, *, minibatches, computed=None, tokens=160):
+    """Minibatches of small packs in the actor's layout: of the rollouts above 3, or 2 of 240."""
     from megatron_rl.data.packing import plan_minibatches
 
     return plan_minibatches(
         rollouts,
         advantages,
         minibatches=minibatches,
-        tokens_per_micro_batch=160,
+        tokens_per_micro_batch=tokens,
         topology=actor.topology,
         computed=computed,
     )
@@ -315,8 +316,8 @@ def run_layout(rank, world_size, root, layout, checkpoint):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
-    make_model(folder / "tied", tied=True)
-    make_model(folder / "untied", tied=False)
+    make_model(folder / "tied", tied=True, layers=2)
+    make_model(folder / "untied", tied=False, layers=2)
     return folder
 
 
@@ -325,6 +326,7 @@ def reference(root):
     return json.loads(run_ranks(run_layout, 1, str(root), (1, 1, 1, 1), None)[0])
 
 
+@functools.cache
 def transformers_logprobs(folder, dtype=torch.float32):
     model = load_model(folder, dtype)
     rows = []
