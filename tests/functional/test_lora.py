@@ -74,7 +74,7 @@ def push(actor, exported, dtype=torch.float32):
     for kind in (Slices, Live):
         layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
         receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
-        settings = ReshardingSection(bucket_mib=3000 / 2**20)
+        settings = ReshardingSection(bucket_mib=12000 / 2**20)
         Resharder(receiver, settings, full_check_every=1).push(actor, version=1)
         assert receiver.differs_from(exported) == []
 
@@ -88,7 +88,7 @@ def observe(actor, folder, stored):
     from megatron_rl.objectives import build_objective
 
     objective = build_objective("grpo")
-    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240)
     packs = freeze_behavior(actor, [minibatch])
     full = MegatronActor(
         actor.model_folder, topology=actor.topology, settings=replace(actor.settings, lora=None)
@@ -218,7 +218,8 @@ def test_layouts_equal_one_process(tmp_path, model):
             tmp_path / "foreign" / "adapter_model.safetensors",
         )
     else:
-        _make_model(tmp_path / model, *MODELS[model])
+        kind, sizes = MODELS[model]
+        _make_model(tmp_path / model, kind, {**sizes, "num_hidden_layers": 2})
     (text,) = run_ranks(observe_layouts, 1, str(tmp_path), model, ONE)
     reports = json.loads(text)
     want = reports[0]
