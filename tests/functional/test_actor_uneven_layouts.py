@@ -66,7 +66,8 @@ def _score(rank, world_size, root, name):
             overlap_reduction=world_size > 1,
         )
         actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
-        (minibatch,) = plan(actor, *rollouts, minibatches=1, tokens=240)
+        tokens = 480 // topology.pp_size  # a pack for each stage
+        (minibatch,) = plan(actor, *rollouts, minibatches=1, tokens=tokens)
         packs = freeze_behavior(actor, [minibatch])
         values = [pack.behavior_logprobs for pack in packs]
         rows = gather_by_rollout(packs, values, count=len(rollouts[0]), topology=topology)

@@ -37,7 +37,8 @@ def _train_or_load(rank, world_size, root, layout):
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
         rollouts, advantages = make_rollouts()
-        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1, tokens=240)
+        tokens = 480 // topology.pp_size  # a pack for each stage
+        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1, tokens=tokens)
         if layout == WRITER:
             freeze_behavior(actor, [minibatch])
             assert actor.update(minibatch, build_objective("grpo")).done

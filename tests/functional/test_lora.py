@@ -88,7 +88,8 @@ def observe(actor, folder, stored):
     from megatron_rl.objectives import build_objective
 
     objective = build_objective("grpo")
-    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240)
+    tokens = 480 // actor.topology.pp_size  # a pack for each stage
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=tokens)
     packs = freeze_behavior(actor, [minibatch])
     full = MegatronActor(
         actor.model_folder, topology=actor.topology, settings=replace(actor.settings, lora=None)
@@ -153,7 +154,7 @@ def observe_layouts(rank, world_size, root, model, layouts):
         # Megatron's optimizer of experts under expert parallelism is another one.
         first = layouts[0][0] if "expert" in options and options["expert"] > 1 else "one"
         reports.append(observe(actor, folder, root / f"{model} {first}" / "checkpoint"))
-        if model == "qwen2":
+        if model == "qwen2" and name != "tp2-cp2":  # which reads what tensor parallel ranks read
             start_from_folders(actor, root, folder)
     return json.dumps(reports)
 
@@ -230,7 +231,7 @@ def test_layouts_equal_one_process(tmp_path, model):
     assert len(set(texts)) == 1  # every rank reports the same
     check(tmp_path, model, layouts, json.loads(texts[0]), want)
     if model == "qwen2":
-        check_started(tmp_path, [*ONE, *layouts])
+        check_started(tmp_path, [*ONE, layouts[0]])
 
 
 def store(rank, world_size, root):
