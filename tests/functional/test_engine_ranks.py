@@ -164,7 +164,7 @@ def kill_rank(again, run, rank):
 def test_run_that_ends_on_either_side_equals_that_on_shared_ranks(tmp_path):
     """With windows that keep their cache, so that each end leaves responses that are not whole."""
     settings = ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep",
-                "trainer.checkpoint_every=1", "trainer.steps=7", "rollout.max_response_tokens=24",
+                "trainer.checkpoint_every=1", "trainer.steps=8", "rollout.max_response_tokens=24",
                 *EVALUATED, "eval.every=4")  # fmt: skip
     shared = train_once(tmp_path, "shared", *settings)
     run = tmp_path / "resumed"
@@ -196,7 +196,7 @@ def test_run_that_ends_on_either_side_equals_that_on_shared_ranks(tmp_path):
     process = start_training(*again)
     assert process.wait(timeout=600) == 0, process.read()
     assert_equal(shared, run)
-    assert [row["step"] for row in read_metrics(run)] == list(range(8))
+    assert [row["step"] for row in read_metrics(run)] == list(range(9))
     check_timelines(shared, run, overlaps=False)
 
 
