@@ -16,8 +16,8 @@ from tests.functional.tiny_runs import CONFIG, PLACES, TASK
 SETTINGS = (
     "model.routing_replay=behavior", "reward.verifier=tests.functional.sums:parity",
     "rollout.prompts_per_step=4", "rollout.responses_per_prompt=4", "trainer.steps=2",
-    "rollout.max_response_tokens=24", "trainer.epochs=2", "trainer.minibatches=2",
-    "trainer.checkpoint_every=1", "trainer.self_test_every=1", "parallel.context=1", "eval.sets={}",
+    "rollout.max_response_tokens=16", "trainer.epochs=2", "trainer.minibatches=2",
+    "trainer.checkpoint_every=1", "trainer.self_test_every=2", "parallel.context=1", "eval.sets={}",
     "logging.tensorboard=false", "optimizer.decay=constant", "optimizer.learning_rate=1.0e-2",
     "optimizer.warmup_steps=0", "run.resume=auto", "rollout.top_k=20", "rollout.top_p=0.9",
 )  # fmt: skip
@@ -40,7 +40,7 @@ def make_model(folder):
     torch.manual_seed(7)
     config = transformers.Qwen3MoeConfig(
         vocab_size=old["vocab_size"], hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=8,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
         max_position_embeddings=old["max_position_embeddings"], eos_token_id=old["eos_token_id"],
         initializer_range=0.2,

@@ -38,7 +38,7 @@ def _prepare(actor, topology):
     from megatron_rl.data.packing import gather_by_rollout
 
     rollouts, advantages = make_rollouts()
-    (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
+    (minibatch,) = plan(actor, rollouts, advantages, minibatches=1, tokens=240)
     packs = freeze_behavior(actor, [minibatch])
     logprobs = [pack.behavior_logprobs for pack in packs]
     rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=topology)

@@ -27,7 +27,7 @@ WAYS = {
 def _make_models(root):
     import transformers
 
-    wide = {**SIZES, "hidden_size": 64, "intermediate_size": 192}
+    wide = {**SIZES, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
     for name, kind, extra in (
         ("qwen2", "Qwen2Config", {"vocab_size": 4099, "head_dim": 16}),
         ("qwen3_moe", "Qwen3MoeConfig", EXPERTS),

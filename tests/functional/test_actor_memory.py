@@ -42,7 +42,7 @@ def _train(rank, world_size, folder):
             optimizer=OptimizerSection(learning_rate=1e-2), warmup_updates=0, recompute=recompute
         )
         actor = MegatronActor(Path(folder), topology=topology, settings=settings)
-        (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+        (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240)
         packs = freeze_behavior(actor, [minibatch])
         numbers = []
         for _ in range(3):
@@ -65,7 +65,7 @@ def _train(rank, world_size, folder):
 
 
 def test_sleep_and_recompute_change_no_number(tmp_path):
-    make_model(tmp_path / "model", tied=True)
+    make_model(tmp_path / "model", tied=True, layers=2)
     for text in run_ranks(_train, 2, str(tmp_path / "model")):
         report = json.loads(text)
         assert report["sleepy"] == report["plain"]

@@ -1,6 +1,6 @@
 """Uneven stages, shared key-value heads and experts of their own tensor size, against one rank.
 
-6 layers, 2 key-value heads and 4 experts. Each layout computes log-probs, makes an update, exports
+5 layers, 2 key-value heads and 4 experts. Each layout computes log-probs, makes an update, exports
 and saves; then it loads what another layout has saved, and makes the next update.
 """
 
@@ -26,11 +26,11 @@ LAYOUTS = {
     "one": ({}, 1, [*DENSE, *MIXTURE], "one"),
     "tp4": ({"tensor": 4}, 4, [*DENSE, *MIXTURE], "one"),
     "pp2-virtual2": (
-        {"pipeline": 2, "virtual_stages": 2, "stage_layers": [1, 3, 1, 1]}, 2, DENSE, "tp4",
+        {"pipeline": 2, "virtual_stages": 2, "stage_layers": [1, 2, 1, 1]}, 2, DENSE, "tp4",
     ),
     "tp2-ep2-etp1": ({"tensor": 2, "expert": 2, "expert_tensor": 1}, 2, MIXTURE, "tp2-ep2-etp1"),
     "tp2-pp2-ep2-etp1": (
-        {"tensor": 2, "pipeline": 2, "stage_layers": [4, 2], "expert": 2, "expert_tensor": 1}, 4,
+        {"tensor": 2, "pipeline": 2, "stage_layers": [3, 2], "expert": 2, "expert_tensor": 1}, 4,
         MIXTURE, "tp2-ep2-etp1",
     ),
 }  # fmt: skip
@@ -40,7 +40,7 @@ def _make_model(folder, config_class, extra):
     import transformers
 
     torch.manual_seed(7)
-    config = getattr(transformers, config_class)(**SIZES | {"num_hidden_layers": 6} | extra)
+    config = getattr(transformers, config_class)(**SIZES | {"num_hidden_layers": 5} | extra)
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomise(model)
     model.save_pretrained(folder)
@@ -66,7 +66,8 @@ def _score(rank, world_size, root, name):
             overlap_reduction=world_size > 1,
         )
         actor = MegatronActor(Path(root) / model, topology=topology, settings=settings)
-        (minibatch,) = plan(actor, *rollouts, minibatches=1)
+        tokens = 480 // topology.pp_size  # a pack for each stage
+        (minibatch,) = plan(actor, *rollouts, minibatches=1, tokens=tokens)
         packs = freeze_behavior(actor, [minibatch])
         values = [pack.behavior_logprobs for pack in packs]
         rows = gather_by_rollout(packs, values, count=len(rollouts[0]), topology=topology)

@@ -37,21 +37,22 @@ def _train_or_load(rank, world_size, root, layout):
         )
         actor = MegatronActor(Path(root) / name, topology=topology, settings=settings)
         rollouts, advantages = make_rollouts()
-        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1)
-        packs = freeze_behavior(actor, [minibatch])
+        tokens = 480 // topology.pp_size  # a pack for each stage
+        (minibatch,) = plan(actor, rollouts, advantages, minibatches=1, tokens=tokens)
         if layout == WRITER:
+            freeze_behavior(actor, [minibatch])
             assert actor.update(minibatch, build_objective("grpo")).done
             actor.save(folder)
         else:
             check_stored(folder, actor.shape)
             actor.load(folder)
         actor.export_hf(Path(root) / f"{name}-{next(iter(layout))}")
-        freeze_behavior(actor, [minibatch])
-        for moment in ("stored", "continued"):
-            logprobs = actor.compute_logprobs(packs)
-            rows = gather_by_rollout(packs, logprobs, count=len(rollouts), topology=topology)
+        packs = freeze_behavior(actor, [minibatch])
+        stored = [pack.behavior_logprobs for pack in packs]
+        actor.update(minibatch, build_objective("grpo"))
+        for moment, values in (("stored", stored), ("continued", actor.compute_logprobs(packs))):
+            rows = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
             report[f"{name} {moment}"] = [value for row in rows for value in row.tolist()]
-            actor.update(minibatch, build_objective("grpo"))
     return json.dumps(report)
 
 

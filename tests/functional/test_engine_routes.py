@@ -142,7 +142,7 @@ def _train(rank, world_size, folder, layout):
         pack.behavior_logprobs = logprobs
     rows = gather_by_rollout(packs, behavior, count=len(rollouts), topology=topology)
     objective = build_objective("grpo")
-    results = [actor.update(minibatches[update % 2], objective) for update in range(4)]
+    results = [actor.update(minibatch, objective) for minibatch in minibatches]
     deviation = results[0].statistics.to_metrics()["ratio/max_deviation"]
     return json.dumps(
         {

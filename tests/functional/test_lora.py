@@ -74,7 +74,7 @@ def push(actor, exported, dtype=torch.float32):
     for kind in (Slices, Live):
         layout = EngineLayout(actor.topology.world_size, actor.topology.world_size)
         receiver = kind(actor.shape, layout, actor.topology.rank, dtype)
-        settings = ReshardingSection(bucket_mib=3000 / 2**20)
+        settings = ReshardingSection(bucket_mib=12000 / 2**20)
         Resharder(receiver, settings, full_check_every=1).push(actor, version=1)
         assert receiver.differs_from(exported) == []
 
@@ -88,7 +88,8 @@ def observe(actor, folder, stored):
     from megatron_rl.objectives import build_objective
 
     objective = build_objective("grpo")
-    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+    tokens = 480 // actor.topology.pp_size  # a pack for each stage
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=tokens)
     packs = freeze_behavior(actor, [minibatch])
     full = MegatronActor(
         actor.model_folder, topology=actor.topology, settings=replace(actor.settings, lora=None)
@@ -153,7 +154,7 @@ def observe_layouts(rank, world_size, root, model, layouts):
         # Megatron's optimizer of experts under expert parallelism is another one.
         first = layouts[0][0] if "expert" in options and options["expert"] > 1 else "one"
         reports.append(observe(actor, folder, root / f"{model} {first}" / "checkpoint"))
-        if model == "qwen2":
+        if model == "qwen2" and name != "tp2-cp2":  # which reads what tensor parallel ranks read
             start_from_folders(actor, root, folder)
     return json.dumps(reports)
 
@@ -218,7 +219,8 @@ def test_layouts_equal_one_process(tmp_path, model):
             tmp_path / "foreign" / "adapter_model.safetensors",
         )
     else:
-        _make_model(tmp_path / model, *MODELS[model])
+        kind, sizes = MODELS[model]
+        _make_model(tmp_path / model, kind, {**sizes, "num_hidden_layers": 2})
     (text,) = run_ranks(observe_layouts, 1, str(tmp_path), model, ONE)
     reports = json.loads(text)
     want = reports[0]
@@ -229,7 +231,7 @@ def test_layouts_equal_one_process(tmp_path, model):
     assert len(set(texts)) == 1  # every rank reports the same
     check(tmp_path, model, layouts, json.loads(texts[0]), want)
     if model == "qwen2":
-        check_started(tmp_path, [*ONE, *layouts])
+        check_started(tmp_path, [*ONE, layouts[0]])
 
 
 def store(rank, world_size, root):

@@ -34,7 +34,7 @@ def differentiate(rank, world_size, root):
         folder = root / name
         chosen = replace(settings(), lora=settings().lora.model_copy(update={"targets": targets}))
         actor = MegatronActor(folder / "model", topology=topology, settings=chosen)
-        (minibatch,) = plan(actor, *make_rollouts(), minibatches=1)
+        (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240)
         packs = minibatch.micro_batches
         start = actor.compute_logprobs(packs)
         with without_adapters(actor.chunks):

@@ -10,8 +10,8 @@ from megatron_rl.runs.files import read_metrics
 from tests.functional.test_train import SHORT, assert_same_run, train_killed
 from tests.functional.tiny_runs import TASK, make_task, train
 
-LORA = (*SHORT, "trainer.steps=3", "trainer.epochs=2", "trainer.minibatches=2",
-        "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
+LORA = (*SHORT, "rollout.prompts_per_step=8", "trainer.steps=3", "trainer.epochs=2",
+        "trainer.minibatches=2", "lora={rank: 8, alpha: 16}", "optimizer.learning_rate=2.0e-3",
         "objective.kl={coefficient: 1.0e-3, estimator: jsd}", "run.resume=auto",
         f"model.reference={{tiny_running_sum: {TASK}_teacher}}")  # fmt: skip
 DEEPER = tiny_task.Settings(layers=3)  # the teacher

@@ -27,7 +27,7 @@ def _make_model(folder):
 
     torch.manual_seed(7)
     config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=4,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=128,
         eos_token_id=2,
     )  # fmt: skip

@@ -244,6 +244,12 @@ def compute_nonsense(*, is_mine):
         MegatronActor.update, actor.take_step = broken_update, broken_step
 
 
+def compute_nonsense_and_stop(*, is_mine):
+    """The nonsense of the first step, then SIGSTOP in the second one."""
+    compute_nonsense(is_mine=is_mine)
+    stop_in_an_update(is_mine=is_mine)
+
+
 def damage_a_push(*, is_mine):
     """One bit changes on its way to engines on ranks of their own, in the second weight sync."""
     from megatron_rl.distributed.link import Link

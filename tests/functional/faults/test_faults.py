@@ -1,7 +1,7 @@
 """Faults in a real run of two ranks end it or not, as they should; no process remains.
 
 Every run here starts from one process that has imported everything; the faults are in
-`fault_injection`. A disk or a verifier that hangs and self-tests that fail are slow tests.
+`fault_injection`. Other hangs than of a stopped rank, and self-tests that fail, are slow tests.
 """
 
 import json
@@ -19,15 +19,15 @@ SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "traine
          "eval.sets={}", "logging.tensorboard=false", "trainer.steps=2",
          "trainer.checkpoint_every=1", "optimizer.decay=constant", *CUT)  # fmt: skip
 RUNS = [
-    {"fault": "stop_in_an_update", "rank": 1},
-    {"fault": "hold_the_lock", "rank": 1},
-    {"fault": "kill_the_engine", "rank": 1},
-    {"fault": "fill_the_disk", "rank": 1, "name": "stop_in_an_update",
+    {"fault": "compute_nonsense_and_stop", "rank": 1, "name": "stopped"},
+    {"fault": "fill_the_disk", "rank": 1, "name": "stopped",
      "more": ["run.resume=auto", "trainer.steps=4", "trainer.self_test_every=1"]},
-    {"fault": "compute_nonsense", "rank": 1},
 ]  # fmt: skip
 FURTHER_RUNS = [
+    {"fault": "hold_the_lock", "rank": 1},
+    {"fault": "kill_the_engine", "rank": 1},
     {"fault": "hang_in_a_save", "rank": 1},
+    {"fault": "compute_nonsense", "rank": 1},
     {"fault": None, "rank": 0, "name": "hanging_verifier",
      "more": ["reward.verifier=tests.functional.faults.verifiers:hang", "trainer.steps=1",
               "reward.time_limit_seconds=0.2", "rollout.responses_per_prompt=2",
@@ -76,22 +76,21 @@ def further_ended(folder):
 WAITS = "does not wait for another rank"
 
 
-@pytest.mark.parametrize(
-    ("name", "phase", "sign", "frame"),
-    [
-        ("stop_in_an_update", "train", "is stopped", "in stop"),
-        ("hold_the_lock", "behavior", WAITS, "in spin_for_ever"),
-        ("kill_the_engine", "rollout", WAITS, "wait_for_a_dead_device"),
-    ],
-)
-def test_hang_names_rank_and_ends_run_for_restart(folder, ended, name, phase, sign, frame):
-    check_hang(folder / name, ended[name], phase, sign, frame)
+def test_stopped_rank_is_named_and_ends_run_for_restart(folder, ended):
+    check_hang(folder / "stopped", ended["stopped"], "train", "is stopped", "in stop")
 
 
 @pytest.mark.slow
-def test_disk_that_hangs_names_rank_and_ends_run_for_restart(folder, further_ended):
-    run = further_ended["hang_in_a_save"]
-    check_hang(folder / "hang_in_a_save", run, "checkpoint", WAITS, "in write_for_ever")
+@pytest.mark.parametrize(
+    ("name", "phase", "frame"),
+    [
+        ("hold_the_lock", "behavior", "in spin_for_ever"),
+        ("kill_the_engine", "rollout", "wait_for_a_dead_device"),
+        ("hang_in_a_save", "checkpoint", "in write_for_ever"),
+    ],
+)
+def test_hang_names_rank_and_ends_run_for_restart(folder, further_ended, name, phase, frame):
+    check_hang(folder / name, further_ended[name], phase, WAITS, frame)
 
 
 def check_hang(path, run, phase, sign, frame):
@@ -112,9 +111,9 @@ def check_hang(path, run, phase, sign, frame):
 
 
 def test_run_resumes_after_hang_and_full_disk_skips_only_checkpoints(folder, ended):
-    run, path = ended["stop_in_an_update+"], folder / "stop_in_an_update"
+    run, path = ended["stopped+"], folder / "stopped"
     assert run["status"] == 0 and run["left"] == [], run["output"]
-    assert "continuing stop_in_an_update after step 1" in run["output"]
+    assert "continuing stopped after step 1" in run["output"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
     assert all(f"step {step}: self-tests passed" in run["output"] for step in (2, 3, 4)), run[
         "output"
@@ -128,12 +127,16 @@ def test_run_resumes_after_hang_and_full_disk_skips_only_checkpoints(folder, end
     assert names == {"step_000001", "step_000004"}
 
 
-def test_values_that_are_not_finite_on_one_rank(folder, ended):
-    """Neither rank takes such an update; a weight ends the run, neither saved nor pushed."""
-    run, path = ended["compute_nonsense"], folder / "compute_nonsense"
+def test_updates_that_are_not_finite_on_one_rank_are_skipped_on_both(ended):
+    output = ended["stopped"]["output"]
+    assert "step 1, update 2 is skipped" in output, output
+    assert "step 1, update 4 is skipped: the gradient norm" in output, output
+
+
+@pytest.mark.slow
+def test_weight_that_is_not_finite_on_one_rank_is_neither_saved_nor_pushed(folder, further_ended):
+    run, path = further_ended["compute_nonsense"], folder / "compute_nonsense"
     assert run["status"] == 1 and run["left"] == [], run["output"]
-    assert "step 1, update 2 is skipped" in run["output"], run["output"]
-    assert "step 1, update 4 is skipped: the gradient norm" in run["output"], run["output"]
     assert "parameters are not finite" in run["output"] and "rank 1" in run["output"], run["output"]
     assert [row["step"] for row in read_metrics(path)] == [0, 1]
     assert CheckpointFolders(path / "checkpoints").intact_steps() == [1]

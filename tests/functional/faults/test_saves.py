@@ -143,7 +143,7 @@ def save_and_restore(rank, world_size, root):
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     root = tmp_path_factory.mktemp("saves")
-    make_model(root / "model", tied=True)
+    make_model(root / "model", tied=True, layers=1)
     return run_ranks(save_and_restore, RANKS, str(root))
 
 
