@@ -120,17 +120,16 @@ def _train(root, topology, case, checkpoint):
         routed = result.routes[result.routes[:, 1] > 0]  # layers with experts
         report["changed"].append((routed[:, 0] / routed[:, 1]).tolist())
     report["after"] = gather(packs, actor.compute_logprobs(packs))
+    report["recorded"] = gather(packs, actor.compute_logprobs(packs, routing="recorded"))
     if topology.world_size == 1:
         report["own"] = gather(packs, actor.compute_logprobs(packs, routing="own"))
-        report["recorded"] = gather(packs, actor.compute_logprobs(packs, routing="recorded"))
     report["fraction"] = list(measure_routing(actor, minibatches[0]).values())
     # The reference is the model at the start, whose own choices are the recorded ones.
     again = gather(packs, reference.compute_logprobs(packs))
     assert again == report["behavior"], "the reference did not choose its own experts"
-    if topology.world_size == 1:
-        for pack in minibatches[1].micro_batches:  # as if no response had an advantage
-            pack.response_mask = torch.zeros_like(pack.response_mask)
-        assert all(map(math.isnan, measure_routing(actor, minibatches[1]).values()))
+    for pack in minibatches[1].micro_batches:  # as if no response had an advantage
+        pack.response_mask = torch.zeros_like(pack.response_mask)
+    assert all(map(math.isnan, measure_routing(actor, minibatches[1]).values()))
     return report
 
 
@@ -228,7 +227,7 @@ def test_updates_equal_those_of_one_process_without_recomputation(reports, layou
         )
         for mine, theirs in zip(got["changed"], want["changed"], strict=True):
             assert mine == pytest.approx(theirs, abs=0.03), case
-        for key in ("behavior", "after") if count == UPDATES else ("behavior",):
+        for key in ("behavior", "after", "recorded") if count == UPDATES else ("behavior",):
             for mine, theirs in zip(got[key], want[key], strict=True):
                 assert mine == pytest.approx(theirs, abs=2e-3), (case, key)
 
