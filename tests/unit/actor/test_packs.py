@@ -176,7 +176,7 @@ def _train(root, topology):
     (minibatch,) = plan_minibatches(
         *make_rollouts(),
         minibatches=1,
-        tokens_per_micro_batch=64,
+        tokens_per_micro_batch=160,
         topology=topology,
     )
     sizes = {len(pack.tokens) for pack in minibatch.micro_batches}
