@@ -201,7 +201,8 @@ install_locked() {
 
 # Some packages have templates that are no Python; nothing imports their tests.
 compile_all() {
-    "$VENV/bin/python" -m compileall -q -j 0 -x /tests/ "$VENV"/lib/python*/site-packages "$ROOT/megatron_rl" || true
+    "$VENV/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests/' \
+        "$VENV"/lib/python*/site-packages "$ROOT/megatron_rl" || true
 }
 
 # Every requirement, in the newest supported release; $1: kind.
@@ -219,9 +220,9 @@ install_launcher() {
     fi
     step "megatron_rl, editable, without its requirements" \
         install --no-deps --no-build-isolation --editable "$ROOT"
+    step "compiling what was installed" compile_all
     step "a look at whether it all loads" "$VENV/bin/python" -c \
         "import nemo_run, megatron_rl.apps.launch.nemo"
-    step "compiling what was installed" compile_all
 }
 
 install_training() {
