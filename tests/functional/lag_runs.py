@@ -53,7 +53,7 @@ RUNS = {
     "skipped": (ENGINE,),  # pushes by hand
     "every_second": (ENGINE, "lag.sync_weights_every=2"),
     "engine_queue": (ENGINE, "lag.batches=1"),
-    "late_window": (ENGINE, "lag.partial_rollouts=14"),  # two tokens later
+    "late_window": (ENGINE, "lag.partial_rollouts=14"),  # of 16: the last two by later weights
     "keep": (ENGINE, KEEP, *EVEN),
     "keep_killed": (ENGINE, KEEP, *EVEN),
     "recompute": (RECOMPUTE, *MASKED),
@@ -89,7 +89,7 @@ class SharedParts:
     def build_engine(self, config, topology, *, hooks=None):
         if "engine" not in self.made:  # runs that remove no tokens may use it too
             first = [ENGINE, KEEP, "run.name=first", "rollout.max_num_seqs=2048", *MASKED,
-                     "rollout.max_response_tokens=32"]  # fmt: skip
+                     "rollout.max_response_tokens=32"]  # more than in a run, by hand  # fmt: skip
             config = load_config(CONFIG, [*PLACES, *SHORT, *first])
             self.made["engine"] = self._engine(config, topology)
         engine = self.made["engine"]
