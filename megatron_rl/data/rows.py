@@ -380,9 +380,10 @@ def _check_columns(
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
+        known = "question" if prompt in missing else prompt
         raise UserError(
-            f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set "
-            "data.columns={prompt: question, answer: answer}, or columns of one set "
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set, as an "
+            f"example, data.columns={{prompt: {known}, answer: answer}}, or columns of one set "
             "(docs/prompts.md)"
         )
 

@@ -188,6 +188,8 @@ DATA = [
     Case("other columns",
          ("has no column prompt, answer; it has question, solution",
           "data.columns={prompt: question"), (), rows({"question": "1 + 1", "solution": "2"})),
+    Case("no column of answers", ("has no column answer; it has prompt, solution",
+         "data.columns={prompt: prompt, "), (), rows({"prompt": "1 + 1", "solution": "2"})),
     Case("no answer in a row", ("line 2: answer must be a non-empty text or a number", "None"), (),
          rows(row(), row(answer=None))),
     Case("a blank question", ("line 1: prompt must be a text or a list of chat messages",), (),
