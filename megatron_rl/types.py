@@ -310,7 +310,9 @@ class TokenBatch:
     """One micro-batch: a pack of R whole responses, with their prompts, in one row of T tokens.
 
     A response is one sequence, or several in order if its history was replaced (`restarts`). The
-    model reads each sequence alone; objectives count and add over the whole response.
+    model reads each sequence alone; objectives count and add over the whole response. A sequence
+    may continue another one, its parent, which several have in common and the pack has once. A
+    parent without decisions is among the responses as a filler.
 
     All fields are aligned with the predicting position j: `labels[j]` is the token that follows
     `tokens[j]` in the same sequence, and log-probs at j are those of `labels[j]`. The batch is not
@@ -318,7 +320,7 @@ class TokenBatch:
     """
 
     tokens: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, from 0 in every sequence
+    position_ids: Tensor  # [T] int64, from 0 in every sequence, or from the end of its parent
     labels: Tensor  # [T] int64, 0 at the end of a sequence
     response_mask: Tensor  # [T] bool, labels sampled by the policy and trained on
     lengths: tuple[int, ...]  # [R] padded length of each response; they sum to T
@@ -334,6 +336,12 @@ class TokenBatch:
     traced_logprobs: list[Tensor] | None = None
     # [R] padded lengths of the sequences of each response, which sum to its length; (): one each
     parts: tuple[tuple[int, ...], ...] = ()
+    # [S] the earlier sequence that each one continues, -1 for none, and its tokens without padding;
+    # (): none continues another
+    parents: tuple[int, ...] = ()
+    used: tuple[int, ...] = ()
+    # [S] of each, what it is a part of: (rollout, number of the sequence in it); (): as `parents`
+    readers: tuple[tuple[tuple[int, int], ...], ...] = ()
     classes: Tensor | None = None  # [T] int64, classes of tokens that are reported separately
     # [layers, t, k] integers: experts chosen in the behavior pass, in this rank's layers that have
     # experts, for this rank's tokens; None: not recorded

@@ -171,6 +171,8 @@ class PackCache:
             batch.sequence_lengths,
             response_mask,
             joined=batch.joined,
+            parents=batch.parents,
+            used=batch.used,
             cp_rank=self.topology.cp_rank,
             cp_size=self.topology.cp_size,
             cp_group=self.topology.cp_group if self.topology.cp_size > 1 else None,

@@ -13,27 +13,36 @@ is padded only to the layout's alignment. Where matrix products want more of the
 tokens, its last sequence is padded further. A response whose history was replaced is several
 sequences in the same pack, each without its last token, and still one rollout wherever rollouts are
 counted.
+
+Where sequences begin alike, a pack may have their common beginning once (`data/prefix_tree.py`,
+`data/sharing.py`). It is then a sequence of its own that the others continue, without decisions
+unless it is a part of a response, and among responses it counts as a filler.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.data.prefix_tree import ANY, Path, Segment, build_tree, list_segments
+from megatron_rl.data.sharing import Item, Sharing, dense_items, longest_first, plan_items
 from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_row
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.types import Denominators, Minibatch, Response, Rollout, SamplingMask, TokenBatch
 
-FILLER = -1  # in TokenBatch.rollout_indices
+FILLER = ANY  # in TokenBatch.rollout_indices
+SAVED = 0.02  # least fraction of the cost that makes sharing worth other packs
 
 
 def sequence_length(rollout: Rollout) -> int:
@@ -81,32 +90,77 @@ def split_groups(rollouts: Sequence[Rollout], *, minibatches: int) -> list[range
 
 
 def assign_packs(
-    lengths: Sequence[int], *, budget: int, ranks: int, multiple: int = 1
+    lengths: Sequence[int],
+    *,
+    budget: int,
+    ranks: int,
+    multiple: int = 1,
+    weights: Sequence[float] = (),
 ) -> list[list[list[int]]]:
     """Assign sequences to packs: `[rank][micro-batch]` -> indices, longest first.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
-    alone exceeds it gets a pack of its own size), a multiple of `multiple`. Deterministic.
+    alone exceeds it gets a pack of its own size), a multiple of `multiple`. weights: what is
+    balanced, by default the lengths. Deterministic.
     """
     budget = max([budget, *lengths])
     least = max(1, -(-sum(lengths) // (ranks * budget)))
     micro_batches = padded_length(least, alignment=multiple)
     while True:
-        bins = _longest_first(lengths, bins=ranks * micro_batches)
+        bins = longest_first(weights or lengths, bins=ranks * micro_batches)
         if max(sum(lengths[i] for i in one) for one in bins) <= budget:
             return [bins[rank::ranks] for rank in range(ranks)]
         micro_batches += multiple
 
 
-def _longest_first(lengths: Sequence[int], *, bins: int) -> list[list[int]]:
-    """Each sequence, longest first, into the emptiest of `bins` (Graham's LPT rule)."""
-    heap = [(0, place) for place in range(bins)]
-    packs: list[list[int]] = [[] for _ in range(bins)]
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, place = heapq.heappop(heap)
-        packs[place].append(index)
-        heapq.heappush(heap, (load + lengths[index], place))
-    return packs
+def share_packs(
+    rollouts: Sequence[Rollout],
+    packed: Sequence[int],
+    *,
+    sharing: Sharing,
+    alignment: int,
+    budget: int,
+    ranks: int,
+    multiple: int,
+) -> tuple[list[list[list[int]]], frozenset[int]]:
+    """Assign the rollouts at `packed` as `assign_packs` does, those that begin alike together.
+
+    Also returns the rollouts whose common beginnings are computed once. Of several ways to cut
+    the items the one with the least cost of the rank that has the most; none is cut at all if
+    sharing saves less than SAVED.
+    """
+    lengths = [sequence_lengths(rollouts[index]) for index in packed]
+    apart = dense_items(packed, lengths, alignment=alignment, sharing=sharing)
+    budget = max([budget, *(item.rows for item in apart)])
+    share = -(-sum(item.rows for item in apart) // ranks)
+    rooms = {budget, *(min(budget, max(1, share // parts)) for parts in (1, 2, 4, 8))}
+    ways: list[list[Item]] = [
+        plan_items(
+            rollouts, packed, lengths, alignment=alignment, budget=room, sharing=sharing
+        )
+        for room in sorted(rooms, reverse=True)
+    ]  # fmt: skip
+
+    def assign(items: list[Item]) -> tuple[float, list[list[list[int]]]]:
+        assigned = assign_packs(
+            [item.rows for item in items], budget=budget, ranks=ranks, multiple=multiple,
+            weights=[item.cost for item in items],
+        )  # fmt: skip
+        most = max(sum(items[i].cost for pack in own for i in pack) for own in assigned)
+        packs = [[[index for i in pack for index in items[i].rollouts] for pack in own]
+                 for own in assigned]  # fmt: skip
+        return most, packs
+
+    tried = [(*assign(items), items) for items in ways]
+    cost, packs, items = min(tried, key=lambda one: one[0])
+    by_length = assign_packs(
+        [item.rows for item in apart], budget=budget, ranks=ranks, multiple=multiple
+    )
+    now = max(sum(apart[i].cost for pack in own for i in pack) for own in by_length)
+    if not sharing.always and cost > (1 - SAVED) * now:
+        return [[[packed[i] for i in pack] for pack in own] for own in by_length], frozenset()
+    shared = (index for item in items if item.is_shared for index in item.rollouts)
+    return packs, frozenset(shared)
 
 
 def plan_minibatches(
@@ -119,30 +173,41 @@ def plan_minibatches(
     gemm_tokens: int = 1,
     computed: Sequence[bool] | None = None,
     counted: Sequence[bool] | None = None,
+    sharing: Sharing | None = None,
 ) -> list[Minibatch]:
     """This data-parallel rank's packs of a rollout batch, with each minibatch's global sizes.
 
     advantages [N], one per rollout. tokens_per_micro_batch is the budget of one pack, over all its
     context-parallel shards. gemm_tokens: each shard of a pack is a multiple of it. computed [N]:
     the rollouts that are in packs, all by default; counted [N]: those that the global sizes count,
-    all by default. Sizes are at least 1: a minibatch may have nothing to learn from.
+    all by default. Sizes are at least 1: a minibatch may have nothing to learn from. sharing: when
+    packs compute what sequences have in common once; None: never.
     Collective over all processes, unless every rank has the tokens of all rollouts.
     Raises ValueError when the groups cannot be divided into minibatches.
     """
     alignment = topology.alignment
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
+    # Padding the sum to a multiple must not exceed the budget.
+    budget = tokens_per_micro_batch // multiple_of * multiple_of
+    shared: set[int] = set()
     planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):
         packed = [i for i in span if computed is None or computed[i]]
-        lengths = [sum(padded_lengths(rollouts[i], alignment=alignment)) for i in packed]
-        packs = assign_packs(
-            lengths,
-            # Padding the sum to a multiple must not exceed the budget.
-            budget=tokens_per_micro_batch // multiple_of * multiple_of,
-            ranks=topology.dp_size,
-            multiple=topology.round_size,
-        )
-        own = [[packed[i] for i in pack] for pack in packs[topology.dp_rank]]
+        if sharing is None:
+            packs = assign_packs(
+                [sum(padded_lengths(rollouts[i], alignment=alignment)) for i in packed],
+                budget=budget,
+                ranks=topology.dp_size,
+                multiple=topology.round_size,
+            )
+            own = [[packed[i] for i in pack] for pack in packs[topology.dp_rank]]
+        else:
+            packs, together = share_packs(
+                rollouts, packed, sharing=sharing, alignment=alignment, budget=budget,
+                ranks=topology.dp_size, multiple=topology.round_size,
+            )  # fmt: skip
+            own = packs[topology.dp_rank]
+            shared |= together
         sizes = [rollouts[i].response.length for i in span if counted is None or counted[i]]
         denominators = Denominators(
             responses=float(max(1, sum(size > 0 for size in sizes))),
@@ -151,7 +216,10 @@ def plan_minibatches(
         planned.append((own, denominators))
     own_rollouts = [index for own, _ in planned for pack in own for index in pack]
     rollouts = fetch_tokens(rollouts, own_rollouts)
-    build = partial(build_pack, rollouts, advantages, alignment=alignment, gemm_tokens=gemm_tokens)
+    build = partial(
+        build_pack, rollouts, advantages, alignment=alignment, gemm_tokens=gemm_tokens,
+        sharing=sharing, shared=shared,
+    )  # fmt: skip
     return [
         Minibatch([build(indices=pack) for pack in own], denominators)
         for own, denominators in planned
@@ -166,6 +234,82 @@ def pack_multiple(alignment: int, *, gemm_tokens: int) -> int:
     return alignment // 2 * math.lcm(2, gemm_tokens)
 
 
+class _Sequence(NamedTuple):
+    """A sequence of a rollout, with the token that follows its last position."""
+
+    rollout: int
+    number: int  # in the rollout
+    text: np.ndarray  # [n + 1] int64
+    own: np.ndarray  # [n + 1] bool: sampled by the policy
+
+    @property
+    def path(self) -> Path:
+        """The sequence as `data/prefix_tree.py` takes it."""
+        length = max(0, len(self.text) - 1)
+        decisions = np.flatnonzero(self.own[1:])
+        first = int(decisions[0]) if len(decisions) else length
+        return Path(self.rollout, self.text, max(0, min(first, length - 1)), length)
+
+
+def _sequences(rollout: Rollout, index: int) -> list[_Sequence]:
+    prompt, response = rollout.prompt.token_ids, rollout.response
+    text = np.concatenate((prompt, response.token_ids)).astype(np.int64)
+    own = np.concatenate((np.zeros(len(prompt), bool), response.own))
+    bounds = [0, *(len(prompt) + place for place in response.restarts), len(text)]
+    return [
+        _Sequence(index, number, text[first:stop], own[first:stop])
+        for number, (first, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _segments(
+    sequences: Sequence[_Sequence],
+    *,
+    alignment: int,
+    sharing: Sharing | None,
+    shared: AbstractSet[int],
+) -> list[Segment]:
+    """Return the segments of a pack in order: those that begin alike, then rollouts by themselves.
+
+    A rollout that is not in `shared` shares with its own later sequences, if that is worth it.
+    """
+    segments: list[Segment] = []
+    by_tree: dict[int, list[int]] = {}
+    for place, one in enumerate(sequences):
+        by_tree.setdefault(ANY if one.rollout in shared else one.rollout, []).append(place)
+    for owner, own in by_tree.items():
+        paths = [sequences[place].path for place in own]
+        if sharing is None or len(own) == 1:
+            apart = zip(own, paths, strict=True)
+            segments += [Segment(i, 0, one.length, one.owner, -1, (i,)) for i, one in apart]
+            continue
+        rule = replace(sharing, always=True) if owner == ANY else sharing
+        tree = build_tree(paths, is_worth=rule.is_worth(alignment))
+        base = len(segments)
+        segments += [
+            one._replace(
+                source=own[one.source],
+                parent=one.parent + base if one.parent >= 0 else -1,
+                readers=tuple(own[reader] for reader in one.readers),
+            )
+            for one in list_segments(tree, paths)
+        ]
+    return segments
+
+
+def _responses(
+    segments: Sequence[Segment], sizes: Sequence[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return (owner, sizes) of each filler, and of each response, whose segments are together."""
+    parts: list[tuple[int, tuple[int, ...]]] = []
+    for one, size in zip(segments, sizes, strict=True):
+        if parts and parts[-1][0] == one.owner != ANY:
+            parts[-1] = (one.owner, (*parts[-1][1], size))
+        else:
+            parts.append((one.owner, (size,)))
+    return parts
+
+
 def build_pack(
     rollouts: Sequence[Rollout],
     advantages: Tensor,
@@ -173,50 +317,70 @@ def build_pack(
     indices: Sequence[int],
     alignment: int,
     gemm_tokens: int = 1,
+    sharing: Sharing | None = None,
+    shared: AbstractSet[int] = frozenset(),
 ) -> TokenBatch:
-    """One pack of the rollouts at `indices`, in order; a filler sequence when there are none."""
-    parts = [padded_lengths(rollouts[index], alignment=alignment) for index in indices]
-    parts = parts or [(alignment,)]
-    total = sum(map(sum, parts))
-    further = -total % pack_multiple(alignment, gemm_tokens=gemm_tokens)
-    parts[-1] = (*parts[-1][:-1], parts[-1][-1] + further)
-    lengths = [sum(part) for part in parts]
-    tokens, labels = np.zeros((2, sum(lengths)), np.int64)
-    positions = [np.arange(size) for sizes in parts for size in sizes]
-    mask = np.zeros(sum(lengths), bool)
-    logprobs = np.zeros(sum(lengths), np.float32)
-    known = all(rollouts[index].response.has_engine_logprobs for index in indices)
-    routes = np.zeros((sum(lengths), _bytes_per_token(rollouts, indices)), np.uint8)
-    start = 0
-    for index, sizes in zip(indices, parts, strict=False):  # a filler has no index
-        prompt, response = rollouts[index].prompt.token_ids, rollouts[index].response
-        text = np.concatenate((prompt, response.token_ids)).astype(np.int64)
-        own = np.concatenate((np.zeros(len(prompt), bool), response.own))
-        bounds = [0, *(len(prompt) + place for place in response.restarts), len(text)]
-        begin = start
-        for (first, stop), size in zip(itertools.pairwise(bounds), sizes, strict=True):
-            end = start + stop - first - 1
-            tokens[start:end], labels[start:end] = text[first : stop - 1], text[first + 1 : stop]
-            mask[start:end] = own[first + 1 : stop]
-            start += size
-        here = slice(begin, start)
-        logprobs[here][mask[here]] = response.rollout_logprobs
+    """One pack of the rollouts at `indices`, in order; a filler sequence when there are none.
+
+    shared: rollouts whose common beginnings are computed once. They come first.
+    """
+    sequences = [one for index in indices for one in _sequences(rollouts[index], index)]
+    segments = _segments(sequences, alignment=alignment, sharing=sharing, shared=shared)
+    segments = segments or [Segment(-1, 0, 0, ANY, -1, ())]
+    sizes = [padded_length(max(1, one.stop - one.first), alignment=alignment) for one in segments]
+    sizes[-1] += -sum(sizes) % pack_multiple(alignment, gemm_tokens=gemm_tokens)
+    tokens, labels = np.zeros((2, sum(sizes)), np.int64)
+    mask = np.zeros(sum(sizes), bool)
+    logprobs = np.zeros(sum(sizes), np.float32)
+    routes = np.zeros((sum(sizes), _bytes_per_token(rollouts, indices)), np.uint8)
+    for one, start in zip(segments, itertools.accumulate(sizes, initial=0), strict=False):
+        if one.source < 0:
+            continue
+        sequence, here = sequences[one.source], slice(start, start + one.stop - one.first)
+        tokens[here] = sequence.text[one.first : one.stop]
+        labels[here] = sequence.text[one.first + 1 : one.stop + 1]
+        if one.owner != ANY:
+            mask[here] = sequence.own[one.first + 1 : one.stop + 1]
         if routes.size:
+            response = rollouts[sequence.rollout].response
             assert not response.restarts, "the engine's routes are of one sequence"
-            routes[begin : begin + len(text) - 1] = response.routes.reshape(-1, routes.shape[1])
-    responses = [rollouts[index].response for index in indices]
+            of_tokens = response.routes.reshape(-1, routes.shape[1])
+            routes[here] = of_tokens[one.first : one.stop]
+    parts = _responses(segments, sizes)
+    order = [owner for owner, _ in parts if owner != ANY]
+    responses = [rollouts[index].response for index in order]
+    known = all(response.has_engine_logprobs for response in responses)
+    if responses:
+        logprobs[mask] = np.concatenate([response.rollout_logprobs for response in responses])
+    by_rollout = torch.tensor([owner for owner, _ in parts])
+    is_own = by_rollout != ANY
+    values = torch.zeros(len(parts))
+    values[is_own] = advantages[by_rollout[is_own]].float()
+    has_parents = any(one.parent >= 0 for one in segments)
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy(np.concatenate(positions)),
+        position_ids=torch.from_numpy(
+            np.concatenate(
+                [one.first + np.arange(size) for one, size in zip(segments, sizes, strict=True)]
+            )
+        ),
         labels=torch.from_numpy(labels),
         response_mask=torch.from_numpy(mask),
-        lengths=tuple(lengths),
-        parts=tuple(parts) if any(len(part) > 1 for part in parts) else (),
-        rollout_indices=tuple(indices) or (FILLER,),
-        advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
+        lengths=tuple(sum(own) for _, own in parts),
+        parts=tuple(own for _, own in parts) if any(len(own) > 1 for _, own in parts) else (),
+        rollout_indices=tuple(owner for owner, _ in parts),
+        advantages=values,
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,
         engine_routes=torch.from_numpy(routes) if routes.size else None,
         sampling_mask=_spread_masks(responses, mask),
+        parents=tuple(one.parent for one in segments) if has_parents else (),
+        used=tuple(one.stop - one.first for one in segments) if has_parents else (),
+        readers=tuple(
+            tuple((sequences[i].rollout, sequences[i].number) for i in one.readers)
+            for one in segments
+        )
+        if has_parents
+        else (),
     )
 
 

@@ -24,6 +24,9 @@ whatever the length of the sequences. Backward, with D_c the gradient of the sta
     L_c = D_{c+1} + M_{c+1}^T L_{c+1},    dB_c = L_c,    dM_c = L_c S_c^T
 
 is the mirrored scan of the same maps, which stay where they were scanned: no gradient of M travels.
+A sequence that continues another one begins with the state after its parent's last chunk, and gives
+back the gradient of that state; one rank then scans a head of all sequences, so that H is what is
+rounded up.
 Shapes: S sequences, C = 2 cp_size chunks of each, n = 2 S chunks of this rank (S if cp_size is 1),
 H heads.
 
@@ -48,7 +51,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.distributed.collectives import all_to_all, gather_stacked
+from megatron_rl.distributed.collectives import add_rows, all_to_all, gather_stacked, to_device
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 
 
@@ -67,7 +70,7 @@ def split_chunks(chunks: Tensor) -> Tensor:
 
 
 def states_before_chunks(m: Tensor, b: Tensor, layout: SequenceLayout) -> Tensor:
-    """Compute the state before each of this rank's chunks, from zero before a sequence.
+    """Compute the state before each of this rank's chunks, from zero before the first sequence.
 
     m [n, H, d_k, d_k], b [n, H, d_k, d_v]: the state after a chunk is m S + b of the S before it.
     Returns [n, H, d_k, d_v]; differentiable, two all-to-alls forward and two backward.
@@ -82,10 +85,8 @@ class _StatesBeforeChunks(torch.autograd.Function):
     def forward(ctx: Any, m: Tensor, b: Tensor, layout: SequenceLayout) -> Tensor:
         sizes = [m.shape[-1], b.shape[-1]]
         maps_m, maps_b = _to_units(torch.cat((m, b), dim=-1), layout).split(sizes, dim=-1)
-        states = [torch.zeros_like(maps_b[0])]
-        for chunk in range(len(maps_b) - 1):
-            states.append(maps_m[chunk] @ states[-1] + maps_b[chunk])
-        own = _from_units(torch.stack(states), layout, heads=b.shape[1])
+        states = _scan_states(maps_m, maps_b, layout)
+        own = _from_units(states, layout, heads=b.shape[1])
         ctx.layout = layout
         ctx.save_for_backward(maps_m, own)
         return own
@@ -94,18 +95,78 @@ class _StatesBeforeChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         maps_m, own = ctx.saved_tensors
         before = _to_units(grad, ctx.layout)  # D of every chunk
-        after = [torch.zeros_like(before[0])]  # L, from the last chunk
-        for chunk in range(len(before) - 1, 0, -1):
-            after.append(maps_m[chunk].transpose(-1, -2) @ after[-1] + before[chunk])
-        gathered = _from_units(torch.stack(after[::-1]), ctx.layout, heads=grad.shape[1])
+        after = _scan_gradients(maps_m, before, ctx.layout)
+        gathered = _from_units(after, ctx.layout, heads=grad.shape[1])
         return gathered @ own.transpose(-1, -2), gathered, None
+
+
+def _scan_states(m: Tensor, b: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the states before all chunks of own units; [C, units, ...]."""
+    states = torch.zeros_like(b)
+    if not layout.parents:
+        for chunk in range(len(b) - 1):
+            states[chunk + 1] = m[chunk] @ states[chunk] + b[chunk]
+        return states
+    m, b, states = (_by_sequence(x, layout) for x in (m, b, states))
+    ends = torch.zeros_like(b[0])  # [S, ...] after the last chunk
+    for rows, parents in layout.once(_level_tables):
+        state = ends[parents] if len(parents) else torch.zeros_like(b[0, rows])
+        for chunk in range(len(b)):
+            states[chunk, rows] = state
+            state = m[chunk, rows] @ state + b[chunk, rows]
+        ends[rows] = state
+    return states.flatten(1, 2)
+
+
+def _scan_gradients(m: Tensor, before: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return L of all chunks of own units from D, from the last chunk; [C, units, ...]."""
+    after = torch.zeros_like(before)
+    if not layout.parents:
+        for chunk in range(len(before) - 1, 0, -1):
+            after[chunk - 1] = m[chunk].transpose(-1, -2) @ after[chunk] + before[chunk]
+        return after
+    m, before, after = (_by_sequence(x, layout) for x in (m, before, after))
+    ends = torch.zeros_like(before[0])
+    for rows, parents in reversed(layout.once(_level_tables)):
+        state = ends[rows]
+        for chunk in range(len(before) - 1, -1, -1):
+            after[chunk, rows] = state
+            state = m[chunk, rows].transpose(-1, -2) @ state + before[chunk, rows]
+        if len(parents):
+            ends += add_rows(state, parents, len(ends))
+    return after.flatten(1, 2)
+
+
+def _by_sequence(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """View [C, units, ...] as [C, S, heads, ...]."""
+    return x.unflatten(1, (len(layout.lengths), -1))
+
+
+def _level_tables(layout: SequenceLayout) -> list[tuple[Tensor, Tensor]]:
+    """Return the sequences of each level, and their parents."""
+    return [
+        (
+            to_device(torch.tensor(level), layout.device),
+            to_device(torch.tensor([layout.parents[one] for one in level if number]).long(),
+                      layout.device),
+        )
+        for number, level in enumerate(layout.levels)
+    ]  # fmt: skip
 
 
 def _to_units(x: Tensor, layout: SequenceLayout) -> Tensor:
     """Move own chunks of all units to all chunks of own units; [n, H, ...] -> [C, units, ...].
 
     Units are padded with zeros to a multiple of cp_size, so that heads need not be divisible by it.
+    With parents a rank's units are some heads of all sequences.
     """
+    if layout.parents:
+        heads = x.unflatten(0, (-1, 2)).movedim(2, 0)  # [H, S, 2, ...]
+        if missing := -len(heads) % layout.cp_size:
+            heads = torch.cat((heads, heads.new_zeros(missing, *heads.shape[1:])))
+        sent = heads.unflatten(0, (layout.cp_size, -1)).transpose(1, 2).flatten(1, 2)
+        received = all_to_all(sent.contiguous(), group=layout.require_group())
+        return order_chunks(received.transpose(1, 2))
     units = x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(0, 1)  # [S H, 2, ...]
     missing = -len(units) % layout.cp_size
     if missing:
@@ -117,6 +178,9 @@ def _to_units(x: Tensor, layout: SequenceLayout) -> Tensor:
 def _from_units(x: Tensor, layout: SequenceLayout, *, heads: int) -> Tensor:
     """Move all chunks of own units back to own chunks of all units; the inverse of `_to_units`."""
     received = all_to_all(split_chunks(x).transpose(1, 2), group=layout.require_group())
+    if layout.parents:
+        by_head = received.unflatten(1, (len(layout.lengths), -1)).transpose(1, 2).flatten(0, 1)
+        return by_head[:heads].movedim(0, 2).flatten(0, 1)  # of [S, 2, H, ...]
     count = len(layout.lengths) * heads
     units = received.flatten(0, 1)[:count].unflatten(0, (-1, heads))  # [S, H, 2, ...]
     return units.transpose(1, 2).flatten(0, 1)

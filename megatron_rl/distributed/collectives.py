@@ -115,3 +115,32 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and not values.is_cuda:
         values = values.pin_memory()  # a copy from pageable memory would block
     return values.to(device, non_blocking=True)
+
+
+def add_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Add rows of x at their places in zeros [count, ...]; row `count` is dropped.
+
+    The order of additions is fixed, also on CUDA, where `index_add_` adds in any order.
+    """
+    total = x.new_zeros(count + 1, *x.shape[1:])
+    if x.is_cuda:
+        return total.index_put_((rows,), x, accumulate=True)[:-1]
+    return total.index_add_(0, rows, x)[:-1]
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.count = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return add_rows(grad, ctx.saved_tensors[0], ctx.count), None
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of x, each maybe several times; their gradients are added in a fixed order."""
+    out: Tensor = _TakeRows.apply(x, rows)
+    return out

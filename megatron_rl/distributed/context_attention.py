@@ -18,6 +18,11 @@ equal length are already adjacent in the pack, no tokens are copied.
 With a sliding window of w tokens, a query at position i of its sequence attends to the keys j with
 0 <= i - j < w. A run of queries skips the keys before the window of its first query.
 
+*Parents.* The keys of a sequence that continues others are those of its ancestors, without their
+padding, and its own: the plan's key rows name a parent's rows once for each sequence that sees
+them. Their gradients are then added from the youngest sequences up, in a fixed order. The copies
+exist during one layer's pass; above KEPT_BYTES they are selected again in the backward pass.
+
 *On a CPU*, one head after another. Queries, keys and values are stored by head, [heads, slots, d]:
 batched matrix products then read the short sequences of a block without a copy, and one head's
 scores fit into the cache. Long sequences go to torch's CPU kernel in runs of queries, in memory
@@ -133,13 +138,15 @@ def _attend_batch(
     query, out [H, s, q, d]; key, value [K, s, k, d].
     """
     repeats, weights = len(query) // len(key), []
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mask = mask.to(wide)
     for head, (q, into) in enumerate(zip(query, out, strict=True)):
-        k, v = key[head // repeats].float(), value[head // repeats].float()
-        scores = torch.baddbmm(mask, q.float(), k.transpose(1, 2), alpha=scale)
+        k, v = key[head // repeats].to(wide), value[head // repeats].to(wide)
+        scores = torch.baddbmm(mask, q.to(wide), k.transpose(1, 2), alpha=scale)
         if sinks is None:
             weights.append(scores.softmax(-1))
         else:
-            sink = sinks[head].float().expand(*scores.shape[:2], 1)
+            sink = sinks[head].to(wide).expand(*scores.shape[:2], 1)
             weights.append(torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1])
         _product(weights[-1], v, into=into)
     return weights
@@ -164,7 +171,7 @@ def _attend_batch_backward(
     for head, p in enumerate(weights):
         # The first head of a group overwrites the buffer, the others add to it.
         group, beta = head // repeats, int(head % repeats > 0)
-        g, q, k, v = (x.float() for x in (grad[head], query[head], key[group], value[group]))
+        g, q, k, v = (x.to(p.dtype) for x in (grad[head], query[head], key[group], value[group]))
         grad_weights = torch.bmm(g, v.transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_weights, p, -1, p.dtype)
         grad_scores *= scale
@@ -223,7 +230,7 @@ class PackedAttention(torch.autograd.Function):
                 kept.append(log_sum)
         out = out.transpose(0, 1).contiguous()  # [query slots, H, d]
         ctx.plan, ctx.group, ctx.kept, ctx.scale = plan, group, kept, scale
-        ctx.gathers = group_size(group) > 1 and keys.nbytes > kept_bytes
+        ctx.gathers = plan.adds_keys(group) and keys.nbytes > kept_bytes
         ctx.save_for_backward(queries, own if ctx.gathers else keys, out, sinks)
         return out if plan.query_slots is None else out.index_select(0, plan.query_slots)
 
@@ -262,6 +269,8 @@ class PackedAttention(torch.autograd.Function):
             dq.copy_(run_grads[0].transpose(0, 1))
             dk += run_grads[1].transpose(0, 1)
             dv += run_grads[2].transpose(0, 1)
+        for parent, child in plan.copies:
+            grad_keys[:, :, parent] += grad_keys[:, :, child]
         owned = _select_rows_of_heads(grad_keys, plan.key_slots).to(keys.dtype)  # [2, K, cp t, d]
         parts = owned.unflatten(2, (group_size(group), -1)).movedim(2, 0)  # [cp, 2, K, t, d]
         owned = sum_to_owners(parts, group=group)
@@ -339,6 +348,13 @@ class AttentionPlan:
     blocks: list[Block]
     fused: bool  # True: torch's fused attention, as on CUDA; False: the CPU kernels
     window: int | None  # sliding window in tokens; None: unlimited
+    # of each sequence with a parent, the youngest first: slots of its parent's keys, and of the
+    # same keys as it sees them
+    copies: list[tuple[slice, slice]]
+
+    def adds_keys(self, group: Group) -> bool:
+        """Return True if the slots hold more keys than this rank's own tokens have."""
+        return group_size(group) > 1 or bool(self.copies)
 
 
 def is_visible(distance: Tensor, window: int | None) -> Tensor:
@@ -364,38 +380,40 @@ def build_attention_plan(
     device = device or layout.device
     fused = device.type == "cuda" if fused is None else fused
     lengths = torch.tensor(layout.lengths)
-    builder = _PlanBuilder(layout, lengths=lengths, window=window, device=device, fused=fused)
-    if fused:
-        ratio = MIN_LENGTH_RATIO if layout.cp_size == 1 else 1.0
-        segments = _group_by_length(lengths, min_ratio=ratio)
-    else:
-        segments = [
-            batch
-            for group in _group_by_length(lengths, min_ratio=1.0)
-            for batch in group.split(_batch_size(int(lengths[group[0]])))
-        ]
-    for sequences in segments:
-        builder.add_segment(sequences)
+    # Keys before each sequence that some of its queries see.
+    before = torch.tensor(layout.depths)
+    before = before if window is None else before.clamp(max=window - 1)
+    builder = _PlanBuilder(
+        layout, lengths=lengths, before=before, window=window, device=device, fused=fused
+    )
+    ratio = MIN_LENGTH_RATIO if fused and layout.cp_size == 1 else 1.0
+    for group in _group_by_length(lengths, before, min_ratio=ratio):
+        longest, depth = int(lengths[group[0]]), int(before[group[0]])
+        batch = len(group) if fused else _batch_size(longest, keys=depth + longest)
+        for sequences in group.split(batch):
+            builder.add_segment(sequences)
     return builder.finish()
 
 
-def _batch_size(length: int) -> int:
+def _batch_size(length: int, *, keys: int) -> int:
     """Return how many sequences of one length the CPU attends at once; unlimited if long."""
-    return max(1, BATCH_PAIRS // length**2) if length <= SHORT_SEQUENCE else 1 << 30
+    return max(1, BATCH_PAIRS // (length * keys)) if keys <= SHORT_SEQUENCE else 1 << 30
 
 
-def _group_by_length(lengths: Tensor, *, min_ratio: float) -> list[Tensor]:
+def _group_by_length(lengths: Tensor, before: Tensor, *, min_ratio: float) -> list[Tensor]:
     """Sort sequences by descending length; start a group below min_ratio of the group's longest.
 
-    Under context parallelism min_ratio must be 1: the chunks of a shorter sequence would be at
-    other positions.
+    Sequences of a group have equally many keys before them. Under context parallelism min_ratio
+    must be 1: the chunks of a shorter sequence would be at other positions.
     """
-    order = torch.argsort(lengths, descending=True, stable=True)
     segments = []
-    while len(order):
-        count = int((lengths[order] >= min_ratio * lengths[order[0]]).sum())
-        segments.append(order[:count])
-        order = order[count:]
+    for depth in before.unique():
+        order = torch.argsort(lengths, descending=True, stable=True)
+        order = order[before[order] == depth]
+        while len(order):
+            count = int((lengths[order] >= min_ratio * lengths[order[0]]).sum())
+            segments.append(order[:count])
+            order = order[count:]
     return segments
 
 
@@ -407,11 +425,13 @@ class _PlanBuilder:
         layout: SequenceLayout,
         *,
         lengths: Tensor,
+        before: Tensor,
         window: int | None,
         device: torch.device,
         fused: bool,
     ) -> None:
         self.layout, self.lengths, self.window = layout, lengths, window
+        self.before = before  # [S] keys of ancestors that are visible
         self.device, self.fused = device, fused
         self.starts = lengths.cumsum(0) - lengths
         self.offsets = layout.offsets.cpu()  # [t] position in its sequence
@@ -422,25 +442,38 @@ class _PlanBuilder:
         self.key_real: list[Tensor] = []
         self.blocks: list[Block] = []
         self.query_count = self.key_count = 0
-        self.masks: dict[int, Tensor] = {}  # by sequence length, which determines the mask
+        self.masks: dict[tuple[int, int], Tensor] = {}  # by keys before and all keys
+        self.key_starts = torch.zeros_like(lengths)  # [S] first key slot
 
     def add_segment(self, sequences: Tensor) -> None:
-        """Add these sequences, padded to the longest, and split their queries into runs."""
+        """Add these sequences, padded to the longest, and split their queries into runs.
+
+        Equally many keys are before each of them.
+        """
         lengths, starts = self.lengths[sequences, None], self.starts[sequences, None]
-        cp_size = self.layout.cp_size
-        keys, queries = int(lengths.max()), int(lengths.max()) // cp_size
-        key_slot, query_slot = torch.arange(keys)[None], torch.arange(queries)[None]
+        cp_size, before = self.layout.cp_size, int(self.before[sequences[0]])
+        longest, queries = int(lengths.max()), int(lengths.max()) // cp_size
+        keys = before + longest
+        key_slot, query_slot = torch.arange(longest)[None], torch.arange(queries)[None]
         key_real, query_real = key_slot < lengths, query_slot < lengths // cp_size
-        self.key_rows.append(self.gathered[starts + key_slot * key_real].view(-1))
+        key_rows = starts + key_slot * key_real
+        if before:
+            each = [self.layout.rows_before(one)[-before:] for one in sequences.tolist()]
+            key_rows = torch.cat((torch.stack(each), key_rows), dim=1)
+            # The rows of ancestors are their own sequences', where they have their slots.
+            key_real = F.pad(key_real, (before, 0), value=False)
+        self.key_starts[sequences] = self.key_count + keys * torch.arange(len(sequences))
+        self.key_rows.append(self.gathered[key_rows].view(-1))
         rows = starts // cp_size + query_slot * query_real
         self.query_rows.append(rows.view(-1))
         self.key_real.append(key_real.view(-1))
         self.query_real.append(query_real.view(-1))
-        longest = self.offsets[rows[int(lengths.argmax())]]  # [q] positions
+        positions = before + self.offsets[rows[int(lengths.argmax())]]  # [q] among the keys
         is_whole = not self.fused and keys <= SHORT_SEQUENCE
         cut = self.window is not None and self.window < keys
-        for run in [slice(0, queries)] if is_whole else self._runs(queries, cut=cut):
-            first, last = int(longest[run.start]), int(longest[run.stop - 1])
+        runs = [slice(0, queries)] if is_whole else self._runs(queries, before=before, cut=cut)
+        for run in runs:
+            first, last = int(positions[run.start]), int(positions[run.stop - 1])
             begin = max(0, first + 1 - self.window) if self.window is not None else 0
             self.blocks.append(
                 Block(
@@ -449,21 +482,21 @@ class _PlanBuilder:
                     sequences=len(sequences),
                     rows=run,
                     visible=slice(0, keys) if is_whole else slice(begin, last + 1),
-                    mask=self._mask(longest, keys) if is_whole else None,
+                    mask=self._mask(positions, before, keys) if is_whole else None,
                 )
             )
         self.query_count += rows.numel()
         self.key_count += key_real.numel()
 
-    def _mask(self, positions: Tensor, keys: int) -> Tensor:
+    def _mask(self, positions: Tensor, before: int, keys: int) -> Tensor:
         """Return the additive mask of keys hidden from each query's position; [q] -> [q, keys]."""
-        if keys not in self.masks:
+        if (before, keys) not in self.masks:
             seen = is_visible(positions[:, None] - torch.arange(keys), self.window)
             mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-            self.masks[keys] = to_device(mask, self.device)
-        return self.masks[keys]
+            self.masks[before, keys] = to_device(mask, self.device)
+        return self.masks[before, keys]
 
-    def _runs(self, queries: int, *, cut: bool) -> list[slice]:
+    def _runs(self, queries: int, *, before: int, cut: bool) -> list[slice]:
         """Split a rank's queries of one sequence into runs of consecutive positions.
 
         The queries are two chunks, or the whole sequence without context parallelism. Runs on the
@@ -471,7 +504,8 @@ class _PlanBuilder:
         hides keys of this sequence (`cut`).
         """
         chunk = queries if self.layout.cp_size == 1 else queries // 2
-        whole = not cut and (self.fused or (chunk == queries and queries >= LONG_SEQUENCE))
+        is_causal = chunk == queries and not before  # as many queries as keys
+        whole = not cut and (self.fused or (is_causal and queries >= LONG_SEQUENCE))
         step = chunk if whole else min(chunk, WINDOW_QUERIES if self.fused else RUN_QUERIES)
         return [
             slice(start, min(start + step, first + chunk))
@@ -484,8 +518,22 @@ class _PlanBuilder:
         query_rows, query_slots = self._maps(self.query_rows, self.query_real)
         key_rows, key_slots = self._maps(self.key_rows, self.key_real)
         return AttentionPlan(
-            query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused, self.window
-        )
+            query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused, self.window,
+            self._copies(),
+        )  # fmt: skip
+
+    def _copies(self) -> list[tuple[slice, slice]]:
+        """Return `AttentionPlan.copies`: a child's slots begin with its parent's, maybe cut off."""
+        copies = []
+        for child, parent in reversed(list(enumerate(self.layout.parents))):
+            if parent < 0 or not (count := int(self.before[child])):
+                continue
+            # Both begin at a position along the same path.
+            position = self.layout.depths[child] - count
+            skipped = position - (self.layout.depths[parent] - int(self.before[parent]))
+            start, own = int(self.key_starts[parent]) + skipped, int(self.key_starts[child])
+            copies.append((slice(start, start + count), slice(own, own + count)))
+        return copies
 
     def _maps(self, rows: list[Tensor], real: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
         """Return slot -> row and its inverse on real slots; (None, None) if both are identity."""
@@ -626,7 +674,7 @@ class _FusedAttention(torch.autograd.Function):
             attended = attend_fused(q, k, v, window=plan.window, scale=scale, sinks=sinks)
             _rows(out, block).copy_(attended)
         ctx.plan, ctx.group, ctx.scale = plan, group, scale
-        ctx.gathers = group_size(group) > 1 and keys.nbytes > KEPT_BYTES
+        ctx.gathers = plan.adds_keys(group) and keys.nbytes > KEPT_BYTES
         # The backward pass recomputes attention and does not read the output.
         ctx.save_for_backward(queries, own if ctx.gathers else keys, sinks)
         return _select_rows(out, plan.query_slots)
@@ -655,6 +703,8 @@ class _FusedAttention(torch.autograd.Function):
             into_k, into_v = _keys_and_values(grad_keys, block)
             into_k += dk
             into_v += dv
+        for parent, child in plan.copies:
+            grad_keys[parent] += grad_keys[child]
         owned = _select_rows(grad_keys, plan.key_slots).to(keys.dtype)
         owned = sum_to_owners(owned.view(group_size(group), -1, *owned.shape[1:]), group=group)
         grad_query = _select_rows(grad_queries, plan.query_slots)

@@ -21,8 +21,13 @@ The depth-wise causal convolution before it is
     y_t = sum_j w_{K-1-j} x_{t-j},   j = 0 .. K - 1,   x = 0 before a sequence
 
 A rank needs the K - 1 tokens before each of its chunks, the chunk's halo. Every rank gathers the
-last K - 1 tokens of all chunks (one collective), and the gradients of halos are summed back to
-their owners (one collective). A chunk may be shorter than a halo, which then comes from several.
+tokens that are in a halo (one collective), and the gradients of halos are summed back to their
+owners (one collective). A chunk may be shorter than a halo, which then comes from several.
+
+A sequence that continues another one begins with the state that its parent's tokens leave, and the
+first halo is the end of its ancestors; gradients of both are added over all that continue it. In
+the padding of such packs beta and g are 0, which leaves the state as it is. Without context
+parallelism the rule runs once for each level of the tree; with it, the scan over chunks does.
 
 Shapes: t tokens of this rank, K key heads (of a convolution: taps), H value heads, D channels,
 n chunks (2 for each sequence, 1 if cp_size is 1).
@@ -39,7 +44,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.distributed.chunk_scan import states_before_chunks
-from megatron_rl.distributed.collectives import gather_stacked, sum_to_owners, to_device
+from megatron_rl.distributed.collectives import (
+    add_rows,
+    gather_stacked,
+    sum_to_owners,
+    take_rows,
+    to_device,
+)
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 
 # Tokens of a block: the largest that pads no more than by this factor. Applying states to tokens
@@ -75,14 +86,18 @@ def gated_delta(
     *,
     rule: Rule | None = None,
 ) -> Tensor:
-    """Compute the outputs of all tokens; every sequence begins with a state of zeros.
+    """Compute the outputs of all tokens; a sequence without a parent begins with zeros.
 
     q, k [t, K, d_k] of length 1, v [t, H, d_v], g, beta [t, H] -> [t, H, d_v] in v's dtype; value
     head h has key head h // (H / K). Differentiable. rule: computes the rank's own chunks.
     """
     layout.check_local(v)
     rule = rule or torch_rule
+    if layout.parents:
+        g, beta = (torch.where(layout.is_used[:, None], x, 0) for x in (g, beta))
     if layout.cp_size == 1:
+        if layout.parents:
+            return _run_levels(rule, q, k, v, g, beta, layout).to(v.dtype)
         return rule(q, k, v, g, beta, None, layout)[0].to(v.dtype)
     key, value = k.shape[-1], v.shape[-1]
     wide = torch.promote_types(v.dtype, torch.float32)
@@ -94,6 +109,46 @@ def gated_delta(
     b, m = after.to(wide).split([value, key], dim=-1)
     states = states_before_chunks(m, b, layout)
     return (own + _apply_states(response.to(wide), states, layout)).to(v.dtype)
+
+
+class _Level(NamedTuple):
+    """The sequences that have the same number of ancestors, as a pack of their own."""
+
+    rows: Tensor  # tokens
+    parents: Tensor  # of each sequence, its place in the level above
+    layout: SequenceLayout
+
+
+def _run_levels(
+    rule: Rule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layout: SequenceLayout
+) -> Tensor:
+    """Compute level after level; the states after one begin the next. Without shards."""
+    levels = layout.once(_build_levels)
+    wide, parts, after = torch.promote_types(v.dtype, torch.float32), [], None
+    for level in levels:
+        inputs = (x.index_select(0, level.rows) for x in (q, k, v, g, beta))
+        if after is None:
+            states = (len(level.layout.lengths), v.shape[1], k.shape[-1], v.shape[-1])
+            before = v.new_zeros(states, dtype=wide)
+        else:
+            before = take_rows(after, level.parents)
+        out, after = rule(*inputs, before, level.layout)
+        parts.append(out)
+    order = torch.argsort(torch.cat([level.rows for level in levels]))
+    return torch.cat(parts).index_select(0, order)
+
+
+def _build_levels(layout: SequenceLayout) -> list[_Level]:
+    ends = torch.tensor(layout.lengths).cumsum(0).tolist()
+    places = {one: place for level in layout.levels for place, one in enumerate(level)}
+    levels = []
+    for number, level in enumerate(layout.levels):
+        rows = torch.cat([torch.arange(ends[i] - layout.lengths[i], ends[i]) for i in level])
+        rows = to_device(rows, layout.device)
+        parents = [places[layout.parents[one]] if number else 0 for one in level]
+        own = SequenceLayout([layout.lengths[one] for one in level], layout.full_mask[rows])
+        levels.append(_Level(rows, to_device(torch.tensor(parents), layout.device), own))
+    return levels
 
 
 def torch_rule(
@@ -210,8 +265,8 @@ TAPS = 4  # of every published model; tables are cached by layout
 class _Taps(NamedTuple):
     """Places of what a rank's tokens need, for K taps."""
 
-    tails: Tensor  # [n (K - 1)] own token that is sent, t where a chunk is shorter
-    halos: Tensor  # [n (K - 1)] its place in the gathered tails, the last one for zero
+    tails: Tensor  # [m] own tokens that are sent, t where another rank sends more
+    halos: Tensor  # [n (K - 1)] their places in the gathered tails [cp m], cp m for zero
     rows: Tensor  # [K, t] place of x_{t-j} among halos, then tokens
 
 
@@ -254,10 +309,11 @@ class _Convolution(torch.autograd.Function):
             tap = TAPS - 1 - back
             grad_weight[:, tap] = (grad * pool[rows]).sum(0)
             grad_pool.index_add_(0, rows, grad * weight[:, tap].to(wide))
-        count = len(taps.halos)
-        sent = _add_rows(grad_pool[:count], taps.halos, ctx.layout.cp_size * count)
-        received = sum_to_owners(sent.unflatten(0, (-1, count)), group=group)
-        grad_x = grad_pool[count:] + _add_rows(received, taps.tails, len(pool) - count)
+        count, cp_size = len(taps.halos), ctx.layout.cp_size
+        sent = add_rows(grad_pool[:count], taps.halos, cp_size * len(taps.tails))
+        sent = sent.view(cp_size, len(taps.tails), *sent.shape[1:])
+        received = sum_to_owners(sent, group=group)
+        grad_x = grad_pool[count:] + add_rows(received, taps.tails, len(pool) - count)
         return grad_x.to(pool.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -265,40 +321,50 @@ def _with_zero(x: Tensor) -> Tensor:
     return torch.cat((x, x.new_zeros(1, *x.shape[1:])))
 
 
-def _add_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Add rows of x at their places in zeros [count, ...]; row `count` is dropped.
-
-    A place gets at most two rows, so that the order of additions does not matter.
-    """
-    return x.new_zeros(count + 1, *x.shape[1:]).index_add_(0, rows, x)[:-1]
-
-
 def _build_taps(layout: SequenceLayout) -> _Taps:
     halo, cp, t = TAPS - 1, layout.cp_size, layout.local_tokens
+    needed = _halo_rows(layout)  # [S, chunks of a sequence, K - 1]
+    gathered = layout.gathered_index.cpu().long()
+    sent = gathered[needed[needed >= 0].unique()]  # places in the gathered shards
+    by_rank = [sent[sent // t == rank].sort().values for rank in range(cp)]
+    count = max(map(len, by_rank))
+    tails = torch.full((count,), t)
+    tails[: len(by_rank[layout.cp_rank])] = by_rank[layout.cp_rank] % t
+    place_of = torch.full((cp * t + 1,), cp * count)
+    for rank, own in enumerate(by_rank):
+        place_of[own] = rank * count + torch.arange(len(own))
+    chunks = [layout.cp_rank, 2 * cp - 1 - layout.cp_rank]
+    own = needed[:, chunks].reshape(-1)  # [n (K - 1)]
+    halos = place_of[torch.where(own >= 0, gathered[own], cp * t)]
     lengths = layout.chunk_lengths.reshape(-1).long()  # [n]
     starts = lengths.cumsum(0) - lengths
-    back = torch.arange(halo, 0, -1)  # distance of a halo's tokens from the chunk
-    ends = (starts + lengths)[:, None]
-    tails = torch.where(back <= lengths[:, None], ends - back, t)
-    # The token at this distance lies `far` chunks back, `within` from that chunk's end.
-    size = lengths.view(-1, 2)[:, :1, None]  # [S, 1, 1]
-    far = (back + size - 1) // size
-    within = back - (far - 1) * size
-    own = torch.tensor([layout.cp_rank, 2 * cp - 1 - layout.cp_rank])
-    source = own[:, None] - far  # [S, 2, K - 1] chunk of the sequence
-    is_late = source >= cp
-    rank = torch.where(is_late, 2 * cp - 1 - source, source)
-    sequence = torch.arange(len(layout.lengths))[:, None, None]
-    places = ((rank * len(layout.lengths) + sequence) * 2 + is_late) * halo + halo - within
-    nowhere = cp * tails.numel()
-    halos = torch.where((source >= 0) & (cp > 1), places, nowhere).reshape(-1)
     ids = torch.repeat_interleave(lengths)
     columns = torch.arange(t) - starts[ids]
     rows = [
-        torch.where(
-            columns >= j, tails.numel() + torch.arange(t) - j, ids * halo + halo - j + columns
-        )
+        torch.where(columns >= j, len(halos) + torch.arange(t) - j, ids * halo + halo - j + columns)
         for j in range(TAPS)
     ]
-    tables = (tails.reshape(-1), halos, torch.stack(rows))
+    tables = (tails, halos, torch.stack(rows))
     return _Taps(*(to_device(each, layout.device) for each in tables))
+
+
+def _halo_rows(layout: SequenceLayout) -> Tensor:
+    """Return the tokens of the pack before each chunk, -1 for none; [S, 2 cp, K - 1].
+
+    With cp_size 1 the second chunk of a sequence is empty.
+    """
+    lengths = torch.tensor(layout.lengths)
+    starts = lengths.cumsum(0) - lengths
+    size = lengths if layout.cp_size == 1 else lengths // (2 * layout.cp_size)
+    offsets = size[:, None] * torch.arange(2 * layout.cp_size)  # [S, C] of each chunk
+    wanted = offsets[..., None] - torch.arange(TAPS - 1, 0, -1)  # [S, C, K - 1]
+    rows = torch.where(wanted >= 0, starts[:, None, None] + wanted, -1)
+    if layout.cp_size == 1:
+        rows[:, 1] = -1
+    for sequence, parent in enumerate(layout.parents):
+        if parent >= 0:
+            before = layout.rows_before(sequence)
+            place = len(before) + wanted[sequence]
+            known = (wanted[sequence] < 0) & (place >= 0)
+            rows[sequence][known] = before[place[known]]
+    return rows

@@ -9,12 +9,17 @@ sequence is one early chunk.
 Positions and lengths follow from the response mask of the whole pack, which every rank has, so they
 need no communication. Sums along the sequences do: see `chunk_scan.py`.
 
+A sequence may continue another one, its parent, which is computed once for all that continue it:
+its tokens see those of its ancestors, and its positions count them. Each sequence is still cut into
+chunks by itself.
+
 Shapes: T tokens in the pack, t = T / cp_size on this rank, S sequences, R responses. A response is
 one sequence unless an environment has replaced its history, which begins another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -65,9 +70,10 @@ class SequenceLayout:
     `lengths` are the padded lengths of the sequences in pack order; `response_mask` [T] marks the
     valid decisions of the whole pack. `joined` [R] is the number of consecutive sequences of each
     response, by default one: attention and shards treat them as separate sequences, while t, L and
-    scans continue from one to the next. Without a group the tables of any rank can be computed,
-    but nothing can be gathered. Raises ValueError if lengths, joined, mask and cp_size are
-    inconsistent.
+    scans continue from one to the next. `parents` [S] is the earlier sequence that each one
+    continues, -1 for none, and `used` [S] the number of its tokens without padding; both are empty
+    if no sequence continues another. Without a group the tables of any rank can be computed, but
+    nothing can be gathered. Raises ValueError if these arguments are inconsistent.
     """
 
     def __init__(
@@ -76,12 +82,16 @@ class SequenceLayout:
         response_mask: Tensor,
         *,
         joined: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        used: Sequence[int] = (),
         cp_rank: int = 0,
         cp_size: int = 1,
         cp_group: Group = None,
     ) -> None:
         self.lengths = tuple(int(length) for length in lengths)
         self.joined = tuple(joined) if any(count > 1 for count in joined) else ()
+        self.parents = tuple(parents) if any(parent >= 0 for parent in parents) else ()
+        self.used = tuple(used) if self.parents else ()
         self.cp_rank, self.cp_size, self.cp_group = cp_rank, cp_size, cp_group
         self.full_mask = response_mask.bool()  # [T]
         self.device = response_mask.device
@@ -103,6 +113,15 @@ class SequenceLayout:
         if self.joined and (sum(self.joined) != len(self.lengths) or min(self.joined) < 1):
             raise ValueError(
                 f"joined {self.joined} must be positive and sum to {len(self.lengths)} sequences"
+            )
+        if self.parents and not (
+            len(self.parents) == len(self.used) == len(self.lengths)
+            and all(-1 <= parent < child for child, parent in enumerate(self.parents))
+            and all(0 <= own <= length for own, length in zip(self.used, self.lengths, strict=True))
+        ):
+            raise ValueError(
+                f"parents {self.parents} must be earlier sequences or -1, and used {self.used} at "
+                f"most the padded lengths {self.lengths}: one of each per sequence"
             )
         if not 0 <= self.cp_rank < self.cp_size:
             raise ValueError(f"cp_rank {self.cp_rank} is not in 0..{self.cp_size - 1}")
@@ -231,6 +250,33 @@ class SequenceLayout:
         return JoinedPlaces(rows, places, (len(self.joined), width))
 
     @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Number of tokens of the ancestors of each sequence, without padding; [S]."""
+        depths: list[int] = []
+        for parent in self.parents or (-1,) * len(self.lengths):
+            depths.append(depths[parent] + self.used[parent] if parent >= 0 else 0)
+        return tuple(depths)
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Sequences with the same number of ancestors, those without any first."""
+        numbers: list[int] = []
+        for parent in self.parents or (-1,) * len(self.lengths):
+            numbers.append(numbers[parent] + 1 if parent >= 0 else 0)
+        rows = range(len(numbers))
+        return tuple(
+            tuple(row for row in rows if numbers[row] == level) for level in range(max(numbers) + 1)
+        )
+
+    def rows_before(self, sequence: int) -> Tensor:
+        """Return the rows of a sequence's ancestors in the pack, in order; [depth] on the host."""
+        rows: list[Tensor] = []
+        starts = [0, *accumulate(self.lengths)]
+        while self.parents and (sequence := self.parents[sequence]) >= 0:
+            rows.insert(0, torch.arange(starts[sequence], starts[sequence] + self.used[sequence]))
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+    @cached_property
     def mask(self) -> Tensor:
         """Response mask of this rank's tokens; [t] bool."""
         return self.shard(self.full_mask)
@@ -259,7 +305,12 @@ class SequenceLayout:
 
     @cached_property
     def is_used(self) -> Tensor:
-        """True up to the last valid decision of each sequence; the rest is padding; [t] bool."""
+        """True up to the last valid decision of each sequence; the rest is padding; [t] bool.
+
+        Where sequences continue others, all tokens that are not padding.
+        """
+        if self.parents:
+            return self.offsets < self._to_device(torch.tensor(self.used))[self.sequence_ids]
         if self.joined:  # t < L is also true in the padding between sequences of a response
             apart = SequenceLayout(
                 self.lengths, self.full_mask, cp_rank=self.cp_rank, cp_size=self.cp_size

@@ -34,30 +34,37 @@ def _inputs(lengths=LENGTHS):
     return draw(HEADS), draw(GROUPS), draw(GROUPS), draw(HEADS)
 
 
-def _naive(query, key, value, lengths, window=None, sinks=None):
-    outputs, start = [], 0
-    for length in lengths:
+def _naive(query, key, value, lengths, window=None, sinks=None, parents=(), used=()):
+    outputs, start, ancestors = [], 0, []
+    for sequence, length in enumerate(lengths):
         rows = slice(start, start + length)
+        parent = parents[sequence] if parents else -1
+        before = ancestors[parent] if parent >= 0 else []
+        ancestors.append([*before, *range(start, start + (used[sequence] if parents else 0))])
         q, k, v = (x[rows].double() for x in (query, key, value))
+        k, v = (torch.cat((x[before].double(), own)) for x, own in ((key, k), (value, v)))
         k, v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * (DIM**-0.5 if sinks is None else SCALE)
-        hidden = torch.ones(length, length).triu(1).bool()
-        if window is not None:
-            hidden |= torch.ones(length, length).tril(-window).bool()
+        distance = len(before) + torch.arange(length)[:, None] - torch.arange(len(k))
+        hidden = (distance < 0) | (distance >= (window or len(k)))
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), dim=-1)
-        weights = scores.softmax(-1)[..., :length]
+        weights = scores.softmax(-1)[..., : len(k)]
         outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
         start += length
     return torch.cat(outputs)
 
 
-def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None, sinks=False):
+def _attend_on_rank(
+    rank, world_size, lengths, fused, group=None, window=None, sinks=False, parents=(), used=()
+):
     if world_size > 1:
         group = torch.distributed.group.WORLD
     mask = torch.ones(sum(lengths), dtype=torch.bool)
-    layout = SequenceLayout(lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group)
+    layout = SequenceLayout(
+        lengths, mask, cp_rank=rank, cp_size=world_size, cp_group=group, parents=parents, used=used
+    )
     *inputs, grad = (layout.shard(x) for x in _inputs(lengths))
     leaves = [x.clone().requires_grad_() for x in inputs]
     further = {}
@@ -65,7 +72,7 @@ def _attend_on_rank(rank, world_size, lengths, fused, group=None, window=None, s
         further = {"scale": SCALE, "sinks": torch.tensor(SINKS).requires_grad_()}
     plan = build_attention_plan(layout, window=window, fused=fused)
     if (
-        fused and world_size > 1 and window is None
+        fused and world_size > 1 and window is None and not parents
     ):  # two chunks of all sequences of one length at once
         assert len(plan.blocks) == 2 * len(set(lengths))
     out = context_attention(*leaves, plan=plan, group=group, **further)
@@ -83,10 +90,10 @@ def test_attention_of_one_process_equals_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
-def _check(results, lengths, window=None, with_sinks=False):
+def _check(results, lengths, window=None, with_sinks=False, parents=(), used=()):
     leaves = [x.double().requires_grad_() for x in _inputs(lengths)[:3]]
     sinks = torch.tensor(SINKS, dtype=torch.float64).requires_grad_() if with_sinks else None
-    expected = _naive(*leaves, lengths, window, sinks)
+    expected = _naive(*leaves, lengths, window, sinks, parents, used)
     expected.backward(_inputs(lengths)[3].double())
     results = [tuple(torch.from_numpy(x) for x in result) for result in results]
     if with_sinks:  # each rank has the gradient of its queries
@@ -105,6 +112,7 @@ def _on_two_ranks(rank, world_size):
     """Attend long and short sequences, fused or not, with keys kept or gathered again in the
     backward pass; also return the bytes saved for a pack of 512 tokens, and windows."""
     attended, saved, windows = {}, {}, _windows_on_rank(rank, world_size)
+    attended["trees"] = _trees_on_rank(rank, world_size)
     for module.KEPT_BYTES in (1 << 24, 0):
         saved[module.KEPT_BYTES] = _saved_bytes(rank, world_size, (512,))
         for name, fused in itertools.product(TWO_RANK_LENGTHS, (False, True)):
@@ -186,6 +194,62 @@ def test_sliding_windows_and_sinks_equal_definition(cp_size, two_ranks, monkeypa
     by_rank = [_windows_on_rank(0, 1)] if cp_size == 1 else [windows for *_, windows in two_ranks]
     for (lengths, window, _, sinks), *results in zip(_window_cases(), *by_rank, strict=True):
         _check(results, lengths, window, sinks)
+
+
+# A prompt with three that continue it, of which one has two of its own, and another prompt.
+TREES = {
+    "long": ((264, 8, 260, 8, 212, 4, 100, 40), (-1, 0, 0, 0, 2, 2, -1, 6)),
+    "short": ((20, 16, 16, 8, 12, 12, 8, 24), (-1, 0, 0, 1, 1, 1, -1, 6)),
+    "shorter than a window": ((8, 4, 4, 4, 4, 4, 60, 4), (-1, 0, 1, 2, 3, 4, 4, 4)),
+}
+
+
+TREE_OPTIONS = ((None, False, False), (None, True, True), (9, False, False), (9, True, True),
+                (70, True, False), (300, False, True))  # fmt: skip
+
+
+def _tree_cases():
+    for name, (lengths, parents) in TREES.items():
+        used = tuple(max(0, length - place % 4) for place, length in enumerate(lengths))
+        for window, sinks, fused in TREE_OPTIONS:
+            yield name, lengths, parents, used, window, sinks, fused
+
+
+def _trees_on_rank(rank, world_size):
+    return [
+        _attend_on_rank(rank, world_size, lengths, fused, window=window, sinks=sinks,
+                        parents=parents, used=used)
+        for _, lengths, parents, used, window, sinks, fused in _tree_cases()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_queries_see_the_keys_of_ancestors_and_of_nothing_else(cp_size, two_ranks):
+    """Neither padding of a parent, nor siblings; gradients of a parent's keys are added."""
+    by_rank = [_trees_on_rank(0, 1)] if cp_size == 1 else [rank[0]["trees"] for rank in two_ranks]
+    for (_, lengths, parents, used, window, sinks, _), *results in zip(
+        _tree_cases(), *by_rank, strict=True
+    ):
+        _check(results, lengths, window, sinks, parents, used)
+
+
+def test_copies_of_keys_are_selected_again_in_the_backward_pass(monkeypatch):
+    """A key and its value take 2 * K * d * 4 = 128 bytes: 220 of tokens, in 100 + 6 * 120 slots."""
+    lengths, parents = (100, *[20] * 6), (-1, *[0] * 6)
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    layout = SequenceLayout(lengths, mask, parents=parents, used=lengths)
+    plan, results, saved = build_attention_plan(layout), [], []
+    for limit in (0, 1 << 24):
+        monkeypatch.setattr(module, "KEPT_BYTES", limit)
+        *leaves, grad = (x.requires_grad_() for x in _inputs(lengths))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: saved.append(x.nbytes) or x, lambda x: x
+        ):
+            out = context_attention(*leaves, plan=plan, group=None)
+        out.backward(grad)
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert saved[1] == 220 * 128 and saved[4] == 820 * 128
 
 
 def test_plan_skips_keys_before_the_window(monkeypatch):

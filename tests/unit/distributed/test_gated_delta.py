@@ -20,6 +20,9 @@ from tests.unit.distributed.four_ranks import all_results
 from tests.unit.objectives.mutate import mutated
 
 LENGTHS = (37, 5, 130, 1, 63, 8, 2)
+# The same as a tree: a prompt with three that continue it, of which one has two of its own. Halos
+# come from a parent that is shorter than they are, and from the parent above it.
+TREE = (-1, 0, 0, 0, 3, 3, 1)
 KEY_HEADS, HEADS, KEY, VALUE = 1, 3, 8, 12
 CHANNELS = 10
 CP_SIZES = (1, 2, 4)
@@ -57,17 +60,29 @@ def recurrence(q, k, v, g, beta):
     return torch.stack(out)
 
 
+def with_ancestors(x, parents):
+    """Each sequence behind those that it continues."""
+    whole = []
+    for part, parent in zip(x.split(LENGTHS), parents or [-1] * len(LENGTHS), strict=True):
+        whole.append(part if parent < 0 else torch.cat((whole[parent], part)))
+    return whole
+
+
 @functools.cache
-def expected():
+def expected(parents=()):
     *values, cotangent, of_convolved = inputs()
     leaves = [value.requires_grad_() for value in values]
-    parts = zip(*(leaf.split(LENGTHS) for leaf in leaves[:5]), strict=True)
-    out = torch.cat([recurrence(*part) for part in parts])
+    paths = zip(*(with_ancestors(leaf, parents) for leaf in leaves[:5]), strict=True)
+    out = [recurrence(*path) for path in paths]
     x, weight = leaves[5:]
-    convolved = torch.cat([
+    convolved = [
         F.conv1d(part.T[None], weight[:, None], padding=3, groups=CHANNELS)[0, :, : len(part)].T
-        for part in x.split(LENGTHS)
-    ])  # fmt: skip
+        for part in with_ancestors(x, parents)
+    ]
+    out, convolved = (
+        torch.cat([own[-length:] for own, length in zip(path, LENGTHS, strict=True)])
+        for path in (out, convolved)
+    )
     ((out * cotangent).sum() + (convolved * of_convolved).sum()).backward()
     tensors = (out.detach(), convolved.detach(), *(leaf.grad for leaf in leaves))
     return [tensor.numpy() for tensor in tensors]
@@ -88,7 +103,7 @@ class Sent(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def compute(dtype=torch.float64, *, cp_rank=0, cp_size=1, group=None):
+def compute(dtype=torch.float64, *, cp_rank=0, cp_size=1, group=None, parents=()):
     """Return outputs and gradients of all tokens in the order of `NAMES`, and the bytes sent."""
     padded = [-(-length // (2 * cp_size)) * 2 * cp_size for length in LENGTHS]
     starts = np.cumsum([0, *padded[:-1]])
@@ -97,7 +112,10 @@ def compute(dtype=torch.float64, *, cp_rank=0, cp_size=1, group=None):
     ])  # fmt: skip
     mask = torch.zeros(sum(padded), dtype=torch.bool)
     mask[rows] = True
-    layout = SequenceLayout(padded, mask, cp_rank=cp_rank, cp_size=cp_size, cp_group=group)
+    layout = SequenceLayout(
+        padded, mask, cp_rank=cp_rank, cp_size=cp_size, cp_group=group,
+        parents=parents, used=LENGTHS if parents else (),
+    )  # fmt: skip
 
     def shard(value, scale):
         generator = torch.Generator().manual_seed(9)
@@ -138,17 +156,31 @@ MUTATIONS = {
         "return units.transpose(1, 2).flatten(0, 1)",
         "return units.roll(1, 1).transpose(1, 2).flatten(0, 1)",
     ),
-    "halo off by one": (convolution._build_taps, "halo - within", "(halo - within - 1) % halo"),
+    "halo off by one": (convolution._halo_rows, "arange(TAPS - 1, 0", "arange(TAPS, 1"),
     "decay applied twice": (
         delta._scan_blocks,
         "state = decay[part] * state",
         "state = decay[part] ** 2 * state",
     ),
     "gradient of the state before instead of after": (
-        chunk_scan._StatesBeforeChunks.backward,
-        "range(len(before) - 1, 0, -1)",
-        "range(len(before) - 2, -1, -1)",
+        chunk_scan._scan_gradients,
+        "@ after[chunk] + before[chunk]",
+        "@ after[chunk] + before[chunk - 1]",
     ),
+}
+TREE_MUTATIONS = {
+    "state of a sibling": (chunk_scan._scan_states, "ends[parents]", "ends[parents - 1]"),
+    "state at the end of the padding": (
+        delta.gated_delta,
+        "torch.where(layout.is_used[:, None], x, 0)",
+        "x",
+    ),
+    "gradient of the state once instead of n times": (
+        chunk_scan._scan_gradients,
+        "ends += add_rows(state, parents, len(ends))",
+        "ends[parents] += state",
+    ),
+    "no halo from the parent": (convolution._halo_rows, "if parent >= 0", "if parent > 0"),
 }
 
 
@@ -164,19 +196,23 @@ def on_rank(rank, world_size):
         }  # fmt: skip
         for dtype in (torch.float64, torch.float32):
             results[cp_size, dtype] = compute(dtype, **place)
+        results[cp_size, "tree"] = compute(**place, parents=TREE)
         if cp_size == 2:
             for mistake, change in MUTATIONS.items():
                 with mutated(*change):
                     results[mistake] = compute(**place)
+            for mistake, change in TREE_MUTATIONS.items():
+                with mutated(*change):
+                    results[mistake] = compute(**place, parents=TREE)
     return results
 
 
-def deviations(dtype, cp_size, results=None):
+def deviations(dtype, cp_size, results=None, parents=()):
     if results is None:
         results = compute(dtype) if cp_size == 1 else own_results()[cp_size, dtype]
     return {
         name: abs(a - b).max() / max(1, abs(b).max())
-        for name, a, b in zip(NAMES, results[0], expected(), strict=True)
+        for name, a, b in zip(NAMES, results[0], expected(parents), strict=True)
     }
 
 
@@ -188,6 +224,18 @@ def own_results():
 def test_outputs_and_gradients_are_those_of_the_recurrence(cp_size):
     assert max(deviations(torch.float64, cp_size).values()) < 1e-12
     assert max(deviations(torch.float32, cp_size).values()) < 1e-5
+
+
+@pytest.mark.parametrize("cp_size", CP_SIZES)
+def test_what_sequences_continue_is_as_if_each_began_with_it(cp_size):
+    """Outputs, and gradients summed over all that continue a sequence."""
+    results = compute(parents=TREE) if cp_size == 1 else own_results()[cp_size, "tree"]
+    assert max(deviations(None, cp_size, results, TREE).values()) < 1e-12
+
+
+@pytest.mark.parametrize("mistake", TREE_MUTATIONS)
+def test_mistakes_in_trees_are_caught(mistake):
+    assert max(deviations(None, 2, own_results()[mistake], TREE).values()) > 1e-3
 
 
 @pytest.mark.parametrize("mistake", MUTATIONS)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.data import packing
-from megatron_rl.data.packing import plan_minibatches, scatter_to_packs
+from megatron_rl.data.packing import FILLER, plan_minibatches, scatter_to_packs
+from megatron_rl.data.sharing import Sharing
 from megatron_rl.distributed import chunk_scan
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
@@ -96,8 +97,11 @@ def conversations(seed, *, groups=3, samples=4):
     return rollouts, drifts, advantages
 
 
-def split(rollouts, seed):
-    """The same conversations, whose observations often replace everything before them."""
+def split(rollouts, seed, *, keeps=False):
+    """The same conversations, whose observations often replace everything before them.
+
+    keeps: the new history begins with a part of the one before, sampled tokens too.
+    """
     draw = np.random.default_rng(seed)
     changed = []
     for rollout in rollouts:
@@ -109,6 +113,11 @@ def split(rollouts, seed):
                 token_ids += old.token_ids[before:after].tolist()
                 if draw.random() < 0.6:
                     restarts.append(begin)
+                    if keeps:
+                        previous = [0, *restarts][-2]
+                        before = rollout.prompt.token_ids if previous == 0 else ()
+                        history = [*before, *token_ids[previous:begin]]
+                        token_ids[begin:begin] = history[: draw.integers(0, len(history) + 1)]
                     token_ids += draw.integers(OBSERVED_FROM, 200, draw.integers(1, 40)).tolist()
                 observed.append((begin, len(token_ids)))
             token_ids += old.token_ids[first:end].tolist()
@@ -141,18 +150,22 @@ def per_token(rollouts, advantages, *, by_turn):
     return rows
 
 
-def run(seed, topology, *, by_turn=False, is_split=False, names=tuple(naive.NAMED)):
+def run(
+    seed, topology, *, by_turn=False, is_split=False, is_shared=False, names=tuple(naive.NAMED)
+):
     """Loss and gradients [sum of L] of these objectives for this rank's part of a minibatch.
 
     The packs are those of the package; the model's log-probs on observations are nan.
     """
     rollouts, drifts, advantages = conversations(seed)
-    rollouts = split(rollouts, seed) if is_split else rollouts
+    rollouts = split(rollouts, seed, keeps=is_shared) if is_split else rollouts
     (minibatch,) = plan_minibatches(
         rollouts, torch.from_numpy(advantages), minibatches=1, tokens_per_micro_batch=160,
-        topology=topology,
+        topology=topology, sharing=Sharing(1.0, always=True) if is_shared else None,
     )  # fmt: skip
     packs = minibatch.micro_batches
+    if is_shared:
+        check_sharing(packs, is_split=is_split)
     if by_turn:
         turns = [
             np.array([turn_advantage(a, turn) for turn in range(one.response.turns)])
@@ -181,7 +194,8 @@ def run(seed, topology, *, by_turn=False, is_split=False, names=tuple(naive.NAME
         for pack, b, p in zip(packs, behavior, policy, strict=True):
             layout = SequenceLayout(
                 pack.sequence_lengths, pack.response_mask, joined=pack.joined,
-                cp_rank=topology.cp_rank, cp_size=topology.cp_size, cp_group=topology.cp_group,
+                parents=pack.parents, used=pack.used, cp_rank=topology.cp_rank,
+                cp_size=topology.cp_size, cp_group=topology.cp_group,
             )  # fmt: skip
             nan = torch.full_like(p, math.nan).double()
             x = layout.shard(torch.where(pack.response_mask, p.double(), nan)).requires_grad_()
@@ -204,6 +218,18 @@ def run(seed, topology, *, by_turn=False, is_split=False, names=tuple(naive.NAME
                     total[where] = part[mask]
         totals[name] = total
     return totals
+
+
+def check_sharing(packs, *, is_split):
+    """Some prompts are fillers, and some sampled tokens are kept by a later sequence."""
+    assert any(FILLER in pack.rollout_indices and pack.parents for pack in packs)
+    owned = [
+        pack.response_mask.split(list(pack.sequence_lengths))[parent].any()
+        for pack in packs
+        for parent in pack.parents
+        if parent >= 0
+    ]
+    assert any(owned) == is_split and not all(owned)
 
 
 def check_packs(packs, behavior):
@@ -252,6 +278,9 @@ def assert_correct(names=SCANS):
     """Checks that a correct package passes, and that fail under every mistake below."""
     assert_same(run(1, Topology.single(), names=names), expected(1))
     assert_same(run(1, Topology.single(), is_split=True, names=names), expected(1))
+    for is_split in (False, True):
+        totals = run(1, Topology.single(), is_split=is_split, is_shared=True, names=names)
+        assert_same(totals, expected(1))
     assert max(exact_gradients(conversations_of_two_turns()).values()) < 1e-10
 
 
@@ -273,7 +302,9 @@ def test_positions_start_again_in_each_sequence_of_a_split_conversation():
 
 MISTAKES = {
     "observations are trained": (
-        packing.build_pack, "mask[start:end] = own[first + 1 : stop]", "mask[start:end] = True"
+        packing.build_pack,
+        "mask[here] = sequence.own[one.first + 1 : one.stop + 1]",
+        "mask[here] = True",
     ),
     "observations count in t": (
         SequenceLayout._counts,
@@ -311,8 +342,11 @@ MISTAKES = {
     ),
     "the engine's log-probs are shifted by an observation": (
         packing.build_pack,
-        "logprobs[here][mask[here]] =",
-        "logprobs[here][: response.length] =",
+        "logprobs[mask] =",
+        "logprobs[: mask.sum()] =",
+    ),
+    "what a later history keeps counts twice in L": (
+        SequenceLayout._counts, "running[ends] - before  # [R]", "running[ends] - before + 1"
     ),
 }  # fmt: skip
 
@@ -335,7 +369,7 @@ def on_rank(rank, world_size):
             world_size=world_size, rank=rank, dp_size=dp_size, dp_rank=rank // cp_size,
             cp_size=cp_size, cp_rank=rank % cp_size, cp_group=along[rank // cp_size],
         )  # fmt: skip
-        totals = run(3, topology, by_turn=True, is_split=True, names=names)
+        totals = run(3, topology, by_turn=True, is_split=True, is_shared=cp_size == 4, names=names)
         together = torch.cat(list(totals.values()))
         dist.all_reduce(together)
         parts = together.split([len(total) for total in totals.values()])

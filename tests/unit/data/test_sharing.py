@@ -1,0 +1,169 @@
+"""What sequences have in common is computed once, and nothing else changes.
+
+A small transformer in float64, on the real packs, layouts and attention: log-probs and gradients
+are those of packs in which every response has its whole prompt, and every mistake shows.
+"""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.data import packing, prefix_tree
+from megatron_rl.data.packing import (
+    plan_minibatches,
+)
+from megatron_rl.data.sharing import Sharing
+from megatron_rl.distributed import context_attention as attention
+from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
+from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.distributed.topology import Topology
+from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+from tests.unit.objectives.mutate import mutated
+
+VOCAB, HIDDEN, HEADS, LAYERS = 40, 16, 2, 2
+ALWAYS = Sharing(1.0, always=True)
+
+
+def make_rollouts(seed=0, *, groups=2, samples=4, system=9, longest=30):
+    """Groups whose prompts begin alike; one response in three keeps and replaces its history."""
+    draw = np.random.default_rng(seed)
+    shared, rollouts = draw.integers(0, VOCAB, system).tolist(), []
+    for group in range(groups):
+        ids = (*shared, *draw.integers(0, VOCAB, draw.integers(3, 20)).tolist())
+        prompt = Prompt(group, (), ids, "", "")
+        for sample in range(samples):
+            tokens = draw.integers(0, VOCAB, draw.integers(1, longest)).tolist()
+            places = {}
+            if sample % 3 == 2:
+                kept = [*ids, *tokens][: len(ids) + len(tokens) // 2]
+                observed = (len(tokens), len(tokens) + len(kept) + 2)
+                tokens += [*kept, 1, 2, *draw.integers(0, VOCAB, 4).tolist()]
+                places = {"observed": (observed,), "restarts": observed[:1]}
+            length = len(tokens) - sum(end - first for first, end in places.get("observed", ()))
+            response = Response(
+                group, sample, np.array(tokens, np.int32), np.zeros(length, np.float32), "", "stop",
+                0, **places,
+            )  # fmt: skip
+            rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
+    return rollouts
+
+
+def plan(rollouts, sharing, *, tokens=10**6, topology=None):
+    advantages = torch.linspace(-1, 1, len(rollouts))
+    (minibatch,) = plan_minibatches(
+        rollouts, advantages, minibatches=1, tokens_per_micro_batch=tokens,
+        topology=topology or Topology.single(), sharing=sharing,
+    )  # fmt: skip
+    return minibatch
+
+
+def weights():
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"embedding": (VOCAB, HIDDEN), "head": (HIDDEN, VOCAB)}
+    for layer in range(LAYERS):
+        sizes |= {f"{name}{layer}": (HIDDEN, HIDDEN) for name in "qkvom"}
+    return {
+        name: torch.randn(*size, generator=generator, dtype=torch.float64).div(2).requires_grad_()
+        for name, size in sizes.items()
+    }
+
+
+def forward(w, pack, layout):
+    """Log-probs of a pack's labels; positions are added as angles, as rotary embeddings do."""
+    plan, x = build_attention_plan(layout), w["embedding"][pack.tokens]
+    turn = torch.polar(torch.ones(len(x), dtype=torch.float64), pack.position_ids.double() / 7)
+
+    def heads(name, rotated):
+        y = x @ w[name]
+        if rotated:
+            y = torch.view_as_real(torch.view_as_complex(y.view(len(x), -1, 2)) * turn[:, None])
+        return y.reshape(len(x), HEADS, -1)
+
+    for layer in range(LAYERS):
+        qkv = [heads(f"{name}{layer}", name != "v") for name in "qkv"]
+        x = x + context_attention(*qkv, plan=plan, group=None).flatten(1) @ w[f"o{layer}"]
+        x = F.normalize(x + torch.tanh(x @ w[f"m{layer}"]), dim=-1) * HIDDEN**0.5
+    logprobs = (x @ w["head"]).log_softmax(-1)
+    return logprobs.gather(1, pack.labels[:, None])[:, 0] * pack.response_mask
+
+
+def compute(minibatch, count, name="pnpo"):
+    """Log-probs by rollout, and the gradients of an objective's loss of the second update."""
+    w, objective, logprobs = weights(), build_objective(name), []
+    loss = torch.zeros((), dtype=torch.float64)
+    for pack in minibatch.micro_batches:
+        layout = SequenceLayout(
+            pack.sequence_lengths, pack.response_mask, joined=pack.joined, parents=pack.parents,
+            used=pack.used,
+        )  # fmt: skip
+        own = forward(w, pack, layout)
+        drift = 5e-4 * torch.cos(pack.labels.double() + pack.tokens)
+        inputs = TokenInputs(own, own.detach() - drift, layout.spread_responses(pack.advantages))
+        result = objective(inputs, layout=layout, denominators=minibatch.denominators)
+        loss = loss + result.loss.sum()
+        logprobs.append(own.detach())
+    loss.backward()
+    rows = [None] * count
+    for pack, values in zip(minibatch.micro_batches, logprobs, strict=True):
+        parts = zip(pack.rollout_indices, values.split(list(pack.lengths)),
+                    pack.response_mask.split(list(pack.lengths)), strict=True)  # fmt: skip
+        for index, value, mask in parts:
+            if index >= 0:
+                rows[index] = value[mask]
+    return torch.cat(rows), {key: value.grad for key, value in w.items()}
+
+
+def gap(seed=0, **options):
+    """Largest difference of log-probs and relative difference of gradients, shared or not."""
+    rollouts = make_rollouts(seed)
+    apart, shared = (plan(rollouts, how, **options) for how in (None, ALWAYS))
+    (a, of_apart), (b, of_shared) = (compute(one, len(rollouts)) for one in (apart, shared))
+    assert len(a) == len(b) == sum(one.response.length for one in rollouts)
+    worst = max((of_apart[k] - of_shared[k]).norm() / of_apart[k].norm() for k in of_apart)
+    return max(float((a - b).abs().max()), float(worst))
+
+
+@pytest.mark.parametrize("tokens", [10**6, 150, 60])
+def test_shared_packs_have_the_same_log_probs_and_gradients(tokens):
+    for seed in range(3):
+        assert gap(seed, tokens=tokens) < 1e-12
+    rollouts = make_rollouts(0)
+    rows = [sum(map(len, (pack.tokens for pack in plan(rollouts, how).micro_batches)))
+            for how in (None, ALWAYS)]  # fmt: skip
+    assert rows[1] < 0.7 * rows[0]
+
+
+MISTAKES = {
+    "a response sees a sibling": (
+        SequenceLayout.rows_before,
+        "starts[sequence] + self.used[sequence]",
+        "starts[sequence] + self.used[sequence] + 1",
+    ),
+    "positions are off by one": (
+        packing.build_pack, "one.first + np.arange(size)", "one.first + 1 + np.arange(size)"
+    ),
+    "the gradient of a prompt is counted once": (
+        attention.PackedAttention.backward,
+        "grad_keys[:, :, parent] += grad_keys[:, :, child]",
+        "grad_keys[:, :, parent] = grad_keys[:, :, child]",
+    ),
+    "the first token of a response is missing": (
+        packing._Sequence.path, "max(0, min(first, length - 1))", "min(first + 1, length - 1)"
+    ),
+    "a response enters what another one sampled": (
+        prefix_tree._insert, "for owner in (ANY, path.owner)", "for owner in (ANY, 0)"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_caught(mistake):
+    function, *change = MISTAKES[mistake]
+    function = function.fget if isinstance(function, property) else function
+    with mutated(function, *change):
+        try:
+            assert gap() > 1e-6
+        except (AssertionError, ValueError, IndexError, TypeError):
+            return
