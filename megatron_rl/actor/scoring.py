@@ -24,6 +24,8 @@ from megatron_rl.actor.packs import (
 )
 from megatron_rl.actor.routing import Routing, RoutingRecorder
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.sharing import build_sharing
+from megatron_rl.data.sharing import Sharing
 from megatron_rl.distributed.collectives import to_device
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.distributed.vocab_divergence import top_tokens
@@ -45,6 +47,12 @@ class ScoringModel:
     modules: list[Any]
     packs: PackCache
     routing: RoutingRecorder
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """When packs compute what their sequences have in common once; None: never."""
+        on_te = self.chunks[0].config.transformer_impl == "transformer_engine"
+        return build_sharing(self.settings, self.shape, on_transformer_engine=on_te)
 
     def compute_logprobs(
         self, micro_batches: Sequence[TokenBatch], *, routing: Routing = "default"

@@ -29,6 +29,7 @@ class ActorSettings:
     seed: int = 0  # of the adapters' first values and of rounding their sums with the weights
     dtype: torch.dtype = torch.float32  # of parameters; gradients and optimizer state are float32
     recompute: Literal["none", "selective", "full"] = "none"
+    share_prompts: bool | Literal["auto"] = False  # see `actor.sharing`
     # Reduce gradient buckets while the last micro-batch's backward pass is still running.
     overlap_reduction: bool = field(default_factory=has_cuda)
     temperature: float = 1.0  # sampling temperature of the policy whose log-probs are computed

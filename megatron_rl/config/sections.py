@@ -362,6 +362,10 @@ class TrainerSection(Section):
     tokens_per_micro_batch: Count = 16384
     """Maximum number of packed tokens in one forward pass; the default fits one response of full
     length."""
+    share_prompts: bool | Literal["auto"] = False
+    """Compute what sequences have in common at their beginning once: the prompt of a group, and
+    histories that branch (`docs/shared-prompts.md`). `auto` does so where that costs less, and not
+    on Transformer Engine's layers; true wherever it saves rows, and never on those layers."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and
     experts."""

@@ -40,6 +40,7 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
         "advantage/zero_groups_fraction": (~batch.learns).all(dim=1).float().mean().item(),
         "train/computed_fraction": statistics.fmean(batch.computed),
         "train/masked_fraction": statistics.fmean(batch.masked),
+        "train/shared_rows_fraction": batch.shared_rows,
         "reward/shaped_mean": statistics.fmean(batch.shaped),
         "response/length_mean": statistics.fmean(lengths),
         "response/length_max": max(lengths),

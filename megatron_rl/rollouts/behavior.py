@@ -95,6 +95,7 @@ class WindowLogprobs(BehaviorLogprobs):
             tokens_per_micro_batch=self.tokens_per_micro_batch,
             topology=self.actor.topology,
             gemm_tokens=self.actor.settings.gemm_tokens,
+            sharing=self.actor.sharing,
         )
         packs = minibatch.micro_batches
         rows = gather_by_rollout(
@@ -165,6 +166,7 @@ def check_engine(
         tokens_per_micro_batch=tokens_per_micro_batch,
         topology=actor.topology,
         gemm_tokens=actor.settings.gemm_tokens,
+        sharing=actor.sharing,
     )
     packs = minibatch.micro_batches
     computed = gather_by_rollout(

@@ -86,6 +86,7 @@ class DemonstrationSource(RolloutSource):
             tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
             topology=actor.topology,
             gemm_tokens=actor.settings.gemm_tokens,
+            sharing=actor.sharing,
         )
         return minibatch
 

@@ -21,7 +21,9 @@ from megatron_rl.data.packing import (
     gather_by_rollout,
     plan_minibatches,
     scatter_to_packs,
+    sequence_length,
 )
+from megatron_rl.data.sharing import Sharing
 from megatron_rl.data.token_rows import fetch_rows
 from megatron_rl.distributed.collectives import group_size, reduce_sum
 from megatron_rl.distributed.topology import Topology
@@ -131,6 +133,7 @@ class RolloutBatch:
     masked: Sequence[bool] = ()  # [N] rollouts that are not trained
     replays_engine: bool = False  # the engine's routes are those of the behavior pass
     engine_routes_changed: Tensor | None = None  # as of `RoutingRecorder.pop_counts`
+    shared_rows: float = 0.0  # fraction of the packs' rows that sharing prompts saves
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -290,6 +293,23 @@ class RolloutBatch:
         for pack, logprobs in zip(self.packs, scored, strict=True):
             pack.reference_logprobs = logprobs
 
+    def count_shared_rows(self) -> None:
+        """Compute the fraction of rows that common beginnings save, without padding; collective."""
+        apart = sum(sequence_length(self.rollouts[index]) for index in self.own_rollouts)
+        rows = sum(
+            sum(pack.used)
+            if pack.parents
+            else sum(
+                sequence_length(self.rollouts[index])
+                for index in pack.rollout_indices
+                if index != FILLER
+            )
+            for pack in self.packs
+        )
+        sums = torch.tensor([rows, apart], dtype=torch.float64, device=self.topology.device)
+        rows, apart = reduce_sum(sums, group=self.topology.dp_group).tolist()
+        self.shared_rows = 1 - rows / apart if apart else 0.0
+
     def _mean(self, values: list[Tensor]) -> float:
         """Mean over the response tokens of all packs, nan without any; collective."""
         total = torch.stack([value.double().sum() for value in values]).sum()
@@ -310,6 +330,7 @@ def build_rollout_batch(
     config: Config,
     objective: PolicyObjective,
     topology: Topology,
+    sharing: Sharing | None = None,
     engine_seconds: Sequence[float] = (),
 ) -> RolloutBatch:
     """Pack groups with their frozen log-probs; collective.
@@ -334,6 +355,7 @@ def build_rollout_batch(
         gemm_tokens=GEMM_TOKENS[config.model.fp8],
         computed=computed,
         counted=counted,
+        sharing=sharing,
     )
     traced = choose_traced(
         rollouts, computed, count=config.logging.traced_responses, seed=config.seed
@@ -349,6 +371,8 @@ def build_rollout_batch(
         masked=[not one for one in counted],
         replays_engine=config.model.routing_replay == "engine",
     )
+    if sharing is not None:
+        batch.count_shared_rows()
     mark_traced(batch.packs, traced)
     if config.sft is not None:
         for pack in batch.packs:

@@ -52,6 +52,7 @@ class RunContext:
             config=self.config,
             objective=self.objective,
             topology=self.actor.topology,
+            sharing=self.actor.sharing,
             engine_seconds=engine_seconds,
         )
 

@@ -74,7 +74,8 @@ from megatron_rl.types import Rollout
 RESUMABLE_CHANGES = (
     "run.", "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints",
     "trainer.keep_best", "trainer.keep_every", "trainer.self_test_every", "trainer.stall_seconds",
-    "trainer.tokens_per_micro_batch", "trainer.recompute", "eval.", "logging.", "resharding.",
+    "trainer.tokens_per_micro_batch", "trainer.share_prompts", "trainer.recompute", "eval.",
+    "logging.", "resharding.",
     "reward.workers", "reward.time_limit_seconds", "reward.on_error", "workers.",
     "environment.time_limit_seconds", "environment.on_error", "parallel.", "rollout.tensor",
     "rollout.expert_parallel", "rollout.gpu_memory_utilization", "rollout.max_num_seqs",

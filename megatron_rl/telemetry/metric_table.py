@@ -58,6 +58,7 @@ STEP = (
     Metric(("train/updates_skipped",), "", "updates skipped because a value was not finite; should stay 0"),
     Metric(("train/early_stopped",), "0 or 1", "1 where `early_stopping` ended the reuse of the batch ([Reward shaping](reward-shaping.md))"),
     Metric(("train/masked_fraction",), "0..1", "responses excluded by `shaping.truncated: mask`", "all"),
+    Metric(("train/shared_rows_fraction",), "0..1", "rows of the packs that [common beginnings](shared-prompts.md) save, without padding", "all"),
     Metric(("reward/shaped_mean",), "", "mean of the training rewards, after `shaping`", "all"),
     Metric(("conversation/turns_mean", "conversation/turns_max"), "", "turns of the policy in a conversation with an environment", "trained"),
     Metric(("conversation/rewrites_mean", "conversation/rewrites_max"), "", "changes of the history of a conversation", "trained"),

@@ -36,6 +36,7 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         total_updates=config.trainer.steps * config.updates_per_step,
         dtype=compute_dtype(config, topology),
         recompute=config.trainer.recompute,
+        share_prompts=config.trainer.share_prompts,
         temperature=config.rollout.temperature,
         transformer_engine=config.model.transformer_engine,
         fp8=config.model.fp8,

@@ -3,7 +3,8 @@
 The updates of a step compare or replay the experts that the behavior pass recorded, and a run that
 resumes after an update no longer has the weights to record them again. Every rank writes its share
 to a file of its own: the experts of its layers for its tokens, each token named by its rollout, its
-sequence in the rollout and its position. A run with another layout takes its share from all files.
+sequence in the rollout and its position, once for every sequence that has it in common. A run with
+another layout, or other packs, takes its share from all files.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,19 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.types import TokenBatch
 
 NAME = "routes_{:05d}.pt"  # by rank
+NOBODY = -(1 << 62)  # no key
 _POSITION_BITS = 24  # of the 32 of a token in its rollout; the others number its sequences
 
 
 def write_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor) -> None:
     """Write this rank's share; nothing if no routes were recorded."""
-    parts = [
-        {"tokens": _tokens(pack, actor), "routes": pack.routes.cpu()}
-        for pack in packs
-        if pack.routes is not None
-    ]
+    parts = []
+    for pack in packs:
+        if pack.routes is not None:
+            names = torch.cat([_own(keys, pack, actor) for keys in token_keys(pack)])
+            routes = pack.routes.cpu().repeat(1, len(token_keys(pack)), 1)
+            known = names != NOBODY
+            parts.append({"tokens": names[known], "routes": routes[:, known]})
     if parts:
         content = {"layers": _layers(actor), "parts": parts}
         torch.save(content, folder / NAME.format(actor.topology.rank))
@@ -43,7 +47,7 @@ def read_routes(folder: Path, packs: Sequence[TokenBatch], actor: MegatronActor)
         return
     layers = _layers(actor)
     for pack in packs:
-        tokens = _tokens(pack, actor)
+        tokens = _own(token_keys(pack)[0], pack, actor)
         k = known[0][2].shape[2]
         routes = torch.arange(k).repeat(len(layers), len(tokens), 1).to(known[0][2].dtype)
         missing = torch.ones(len(layers), len(tokens), dtype=torch.bool)
@@ -75,21 +79,32 @@ def _layers(actor: MegatronActor) -> list[int]:
     return [layer.number for layer in actor.routing.layers]
 
 
-def _tokens(pack: TokenBatch, actor: MegatronActor) -> Tensor:
-    """Return the key of each token whose routes this rank has; [t] int64."""
+def _own(keys: Tensor, pack: TokenBatch, actor: MegatronActor) -> Tensor:
+    """Return the keys of the tokens whose routes this rank has; [T] -> [t] int64."""
     layout = actor.packs.prepare(pack).host
-    return actor.routing.own_part(layout.shard(token_keys(pack)))
+    return actor.routing.own_part(layout.shard(keys))
 
 
-def token_keys(pack: TokenBatch) -> Tensor:
-    """Return a key of each token: its rollout, sequence in the rollout and position; [T] int64."""
+def token_keys(pack: TokenBatch) -> list[Tensor]:
+    """Return keys of each token: its rollout, sequence in the rollout and position; [T] int64 each.
+
+    The first has one for every token; further ones only for tokens that several sequences have in
+    common, and NOBODY for others.
+    """
     joined = pack.joined or (1,) * len(pack.rollout_indices)
-    sequences = [
-        (index << 32) + (number << _POSITION_BITS)
+    readers = pack.readers or tuple(
+        ((index, number),)
         for index, count in zip(pack.rollout_indices, joined, strict=True)
         for number in range(count)
-    ]
-    assert max(joined) <= 1 << 32 - _POSITION_BITS
-    assert max(pack.sequence_lengths) <= 1 << _POSITION_BITS
-    names = torch.tensor(sequences).repeat_interleave(torch.tensor(pack.sequence_lengths))
-    return names + pack.position_ids
+    )
+    sizes = torch.tensor(pack.sequence_lengths)
+    assert max(number for own in readers for _, number in own) < 1 << 32 - _POSITION_BITS
+    assert int(pack.position_ids.max()) < 1 << _POSITION_BITS
+    keys = []
+    for place in range(max(map(len, readers))):
+        own = [one[place] if place < len(one) else None for one in readers]
+        names = [NOBODY if one is None else (one[0] << 32) + (one[1] << _POSITION_BITS)
+                 for one in own]  # fmt: skip
+        spread = torch.tensor(names).repeat_interleave(sizes)
+        keys.append(torch.where(spread == NOBODY, spread, spread + pack.position_ids))
+    return keys

@@ -22,7 +22,7 @@ def test_each_token_has_a_name_that_does_not_depend_on_padding(alignment):
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     pack = build_pack(rollouts, torch.zeros(2), indices=(0, 1), alignment=alignment)
-    names = token_keys(pack)
+    (names,) = token_keys(pack)
     assert len(set(names.tolist())) == len(names)
     starts = np.cumsum([0, *pack.sequence_lengths])
     used = [names[start : start + size] for start, size in zip(starts, (5, 4, 3), strict=False)]
