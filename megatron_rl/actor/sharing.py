@@ -10,6 +10,9 @@ from megatron_rl.models.shape import ModelShape
 ROW_FLOPS, PAIR_FLOPS = 6, 14
 # Rate of attention kernels relative to matrix products: seen 54 of 82 GFLOP/s on one CPU core.
 ATTENTION_RATE = 0.65
+# Seconds of a pair behind a parent, relative to the kernel's causal mode: seen 1.11 at 150 and
+# 4,000 tokens, and less than 1 where sequences are too short for that mode.
+SLOWDOWN = 1.15
 
 
 def build_sharing(
@@ -24,7 +27,7 @@ def build_sharing(
     attention = len(shape.layers_with("attention")) * shape.num_attention_heads * shape.head_dim
     row = ROW_FLOPS * _linear_elements(shape)
     pairs = row / (PAIR_FLOPS * attention) * ATTENTION_RATE
-    return Sharing(pairs, always=settings.share_prompts is True)
+    return Sharing(pairs, slowdown=SLOWDOWN, always=settings.share_prompts is True)
 
 
 def _linear_elements(shape: ModelShape) -> float:

@@ -25,6 +25,10 @@ import numpy as np
 from megatron_rl.data.prefix_tree import ANY, Node, Path, build_tree
 from megatron_rl.types import Rollout
 
+# Attention copies a prompt's keys for each sequence behind it, for the time of one layer: at most
+# this many times as many as the budget has tokens.
+MOST_COPIES = 8
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -65,7 +69,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Item:
-    """Rollouts that are in one pack: one, or several with a common beginning."""
+    """Rollouts that are in one pack: one, or several with a common beginning.
+
+    rows: of the budget; more than its padded tokens where keys are copied too often.
+    """
 
     rollouts: tuple[int, ...]
     rows: int
@@ -102,7 +109,8 @@ def plan_items(
         cost = sharing.cost(node.length, depth=node.first)
         if node.ends:
             (end,) = node.ends
-            return [((end,), rows + further[end], cost + costs[end])]
+            copies = -(-node.stop // MOST_COPIES)
+            return [((end,), max(rows, copies) + further[end], cost + costs[end])]
         below = [unit for child in node.children for unit in units(child, room - rows)]
         return [
             (

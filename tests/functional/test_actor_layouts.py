@@ -130,7 +130,18 @@ def _settings():
     )
 
 
-def plan(actor, rollouts, advantages, *, minibatches, computed=None, tokens=160):
+def lengthen_prompts(rollouts, advantages):
+    """All prompts begin alike, with 17 tokens, and then with 17 of their own."""
+    generator = torch.Generator().manual_seed(11)
+    same = tuple(torch.randint(0, VOCAB, (17,), generator=generator).tolist())
+    changed = [
+        replace(one, prompt=replace(one.prompt, token_ids=same + one.prompt.token_ids + same[::-1]))
+        for one in rollouts
+    ]
+    return changed, advantages
+
+
+def plan(actor, rollouts, advantages, *, minibatches, computed=None, tokens=160, sharing=None):
     """Minibatches of small packs in the actor's layout: of the rollouts above 3, or 2 of 240."""
     from megatron_rl.data.packing import plan_minibatches
 
@@ -141,6 +152,7 @@ def plan(actor, rollouts, advantages, *, minibatches, computed=None, tokens=160)
         tokens_per_micro_batch=tokens,
         topology=actor.topology,
         computed=computed,
+        sharing=sharing,
     )
 
 

@@ -7,7 +7,7 @@ without computing anything. Packs are as full, and responses as long, as the con
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -247,10 +247,11 @@ def _minibatch(
     config: Config, actor: MegatronActor, responses: Sequence[Sequence[int]], micro_batches: int
 ) -> Minibatch:
     """Build this rank's identical packs with the trainer's own minibatch planning."""
+    every = list(responses) * (micro_batches * actor.topology.dp_size)
     rollouts = [
-        _rollout(tokens, config.data.max_prompt_tokens)
-        for _ in range(micro_batches * actor.topology.dp_size)
-        for tokens in responses
+        _rollout(tokens, config.data.max_prompt_tokens, group)
+        for group, own in enumerate(batched(every, config.rollout.responses_per_prompt))
+        for tokens in own
     ]
     (minibatch,) = plan_minibatches(
         rollouts,
@@ -259,6 +260,7 @@ def _minibatch(
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         topology=actor.topology,
         gemm_tokens=actor.settings.gemm_tokens,
+        sharing=actor.sharing,
     )
     if config.rollout.top_k is not None:
         for pack in minibatch.micro_batches:
@@ -268,10 +270,18 @@ def _minibatch(
     return minibatch
 
 
-def _rollout(tokens: Sequence[int], max_prompt_tokens: int) -> Rollout:
-    """Build a response whose sequences have `tokens` positions that predict a next token."""
+def batched(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield `size` values at a time."""
+    yield from (values[start : start + size] for start in range(0, len(values), size))
+
+
+def _rollout(tokens: Sequence[int], max_prompt_tokens: int, group: int) -> Rollout:
+    """Build a response whose sequences have `tokens` positions that predict a next token.
+
+    Groups differ in the first token of their prompt, so that only rollouts of one share it.
+    """
     prompt_tokens = min(max_prompt_tokens, max(1, tokens[0] // 2))
-    prompt = Prompt(0, (), (1,) * prompt_tokens, "", "")
+    prompt = Prompt(0, (), (group % 64, *(1,) * (prompt_tokens - 1)), "", "")
     *restarts, length = itertools.accumulate(tokens[1:], lambda end, size: end + size + 1,
                                              initial=tokens[0] - prompt_tokens + 1)  # fmt: skip
     observed = tuple((place, place + prompt_tokens) for place in restarts)

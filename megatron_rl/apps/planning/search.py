@@ -286,7 +286,12 @@ def _with_layout(
             "stage_layers": layers and list(layers),
         },
         "rollout": {"tensor": 1},
-        "trainer": {"recompute": layout.recompute, "tokens_per_micro_batch": layout.tokens},
+        # Times without sharing: an upper bound that does not depend on how alike prompts are.
+        "trainer": {
+            "recompute": layout.recompute,
+            "tokens_per_micro_batch": layout.tokens,
+            "share_prompts": False,
+        },
     }
     for section, values in sections.items():
         changed = getattr(config, section).model_copy(update=values)
