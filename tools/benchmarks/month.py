@@ -7,7 +7,7 @@ which has an accident of a random kind every `--every` steps and is started agai
 command whenever it has ended. Every step has ten conversations with an environment. FOLDER keeps
 everything, so that the same command continues where it was stopped; FOLDER/accidents.jsonl has a
 row for each accident, FOLDER/resources.csv the processes, descriptors, memory and temporary files
-after every 50 steps. A full disk needs FOLDER/troubled.runs on a file system of its own, which root makes:
+after every 50 steps. A full disk needs a file system of its own, which root makes:
 
     mkdir -p FOLDER/troubled.runs && mount -t tmpfs -o size=512M month FOLDER/troubled.runs
 

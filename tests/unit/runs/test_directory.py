@@ -354,8 +354,8 @@ def test_steps_whose_checkpoints_were_not_saved_are_repeated_and_named(tmp_path)
     for step in (3, 4):
         directory.record_save(step, error="no space left")
     directory.check_checkpoints(config)
-    said = "steps 3 to 4 had no checkpoint and will be trained again; step 4 was not saved: no "
-    assert directory.describe_unsaved(2) == said + "space left"
+    expected = "steps 3 to 4 had no checkpoint and will be trained again; step 4 was not saved: no "
+    assert directory.describe_unsaved(2) == expected + "space left"
     assert directory.describe_unsaved(4) is None
     directory.record_save(4)
     with pytest.raises(ConfigError, match="later ones are lost"):

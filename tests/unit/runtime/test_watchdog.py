@@ -193,8 +193,8 @@ def test_threads_are_distinguished():
     }  # fmt: skip
 
 
-def test_killed_watchdog_is_replaced_and_said(tmp_path):
-    """By the rank that has started it: a later hang would be for ever."""
+def test_killed_watchdog_is_replaced_and_named(tmp_path):
+    """By the rank that has started it: no later hang would end."""
     script = f"""
 import os, signal, sys, threading, time
 from pathlib import Path
