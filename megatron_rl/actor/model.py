@@ -60,8 +60,7 @@ def uses_transformer_engine(
     By default they are used if installed, in bfloat16, on a CUDA device of compute capability 9.0
     to below 12.0, unless the model has a sliding window (`window` tokens) under context
     parallelism, or adapters, or packs always share prompts. Raises ValueError if they are required
-    but not installed, with such a window, with such packs, or for a model that has `local_only`,
-    which they lack.
+    but not installed, with such a window, or for a model that has `local_only`, which they lack.
     """
     required = settings.transformer_engine or settings.fp8 is not None
     window_in_ring = window is not None and cp_size > 1
@@ -69,12 +68,6 @@ def uses_transformer_engine(
         raise UserError(
             f"transformer_engine={settings.transformer_engine}, fp8={settings.fp8}, but the model "
             f"has {local_only}, which Transformer Engine's layers lack; unset both"
-        )
-    if required and settings.share_prompts is True:
-        raise UserError(
-            f"trainer.share_prompts=true, but transformer_engine={settings.transformer_engine}, "
-            f"fp8={settings.fp8}: the attention of Transformer Engine's layers cannot share; unset "
-            "them, or use trainer.share_prompts=auto, which then shares nothing"
         )
     if required and window_in_ring:
         raise UserError(

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -189,6 +189,8 @@ def plan_minibatches(
     multiple_of = pack_multiple(alignment, gemm_tokens=gemm_tokens)
     # Padding the sum to a multiple must not exceed the budget.
     budget = tokens_per_micro_batch // multiple_of * multiple_of
+    ranks, multiple = topology.dp_size, topology.round_size
+    room: dict[str, int] = {"budget": budget, "ranks": ranks, "multiple": multiple}
     shared: set[int] = set()
     planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):
@@ -196,16 +198,13 @@ def plan_minibatches(
         if sharing is None:
             packs = assign_packs(
                 [sum(padded_lengths(rollouts[i], alignment=alignment)) for i in packed],
-                budget=budget,
-                ranks=topology.dp_size,
-                multiple=topology.round_size,
+                **room,
             )
             own = [[packed[i] for i in pack] for pack in packs[topology.dp_rank]]
         else:
             packs, together = share_packs(
-                rollouts, packed, sharing=sharing, alignment=alignment, budget=budget,
-                ranks=topology.dp_size, multiple=topology.round_size,
-            )  # fmt: skip
+                rollouts, packed, sharing=sharing, alignment=alignment, **room
+            )
             own = packs[topology.dp_rank]
             shared |= together
         sizes = [rollouts[i].response.length for i in span if counted is None or counted[i]]
@@ -331,7 +330,6 @@ def build_pack(
     sizes[-1] += -sum(sizes) % pack_multiple(alignment, gemm_tokens=gemm_tokens)
     tokens, labels = np.zeros((2, sum(sizes)), np.int64)
     mask = np.zeros(sum(sizes), bool)
-    logprobs = np.zeros(sum(sizes), np.float32)
     routes = np.zeros((sum(sizes), _bytes_per_token(rollouts, indices)), np.uint8)
     for one, start in zip(segments, itertools.accumulate(sizes, initial=0), strict=False):
         if one.source < 0:
@@ -347,41 +345,49 @@ def build_pack(
             of_tokens = response.routes.reshape(-1, routes.shape[1])
             routes[here] = of_tokens[one.first : one.stop]
     parts = _responses(segments, sizes)
-    order = [owner for owner, _ in parts if owner != ANY]
-    responses = [rollouts[index].response for index in order]
+    responses = [rollouts[owner].response for owner, _ in parts if owner != ANY]
+    logprobs = np.zeros(sum(sizes), np.float32)
+    logprobs[mask] = np.concatenate(
+        [np.empty(0, np.float32), *(one.rollout_logprobs for one in responses)]
+    )
     known = all(response.has_engine_logprobs for response in responses)
-    if responses:
-        logprobs[mask] = np.concatenate([response.rollout_logprobs for response in responses])
-    by_rollout = torch.tensor([owner for owner, _ in parts])
-    is_own = by_rollout != ANY
-    values = torch.zeros(len(parts))
-    values[is_own] = advantages[by_rollout[is_own]].float()
-    has_parents = any(one.parent >= 0 for one in segments)
+    positions = [
+        one.first + np.arange(size) for one, size in zip(segments, sizes, strict=True)
+    ]  # fmt: skip
     return TokenBatch(
         tokens=torch.from_numpy(tokens),
-        position_ids=torch.from_numpy(
-            np.concatenate(
-                [one.first + np.arange(size) for one, size in zip(segments, sizes, strict=True)]
-            )
-        ),
+        position_ids=torch.from_numpy(np.concatenate(positions)),
         labels=torch.from_numpy(labels),
         response_mask=torch.from_numpy(mask),
         lengths=tuple(sum(own) for _, own in parts),
         parts=tuple(own for _, own in parts) if any(len(own) > 1 for _, own in parts) else (),
         rollout_indices=tuple(owner for owner, _ in parts),
-        advantages=values,
+        advantages=_advantages(advantages, [owner for owner, _ in parts]),
         rollout_logprobs=torch.from_numpy(logprobs) if known else None,
         engine_routes=torch.from_numpy(routes) if routes.size else None,
         sampling_mask=_spread_masks(responses, mask),
-        parents=tuple(one.parent for one in segments) if has_parents else (),
-        used=tuple(one.stop - one.first for one in segments) if has_parents else (),
-        readers=tuple(
-            tuple((sequences[i].rollout, sequences[i].number) for i in one.readers)
-            for one in segments
-        )
-        if has_parents
-        else (),
+        **_parents(segments, sequences),
     )
+
+
+def _advantages(advantages: Tensor, owners: Sequence[int]) -> Tensor:
+    """Return the advantage of each response of a pack, 0 of fillers; [R] float32."""
+    rows = torch.tensor(owners)
+    values = torch.zeros(len(rows))
+    values[rows != ANY] = advantages[rows[rows != ANY]].float()
+    return values
+
+
+def _parents(segments: Sequence[Segment], sequences: Sequence[_Sequence]) -> dict[str, Any]:
+    """Return the fields of a pack whose sequences continue others; {} if none does."""
+    if all(one.parent < 0 for one in segments):
+        return {}
+    names = [(one.rollout, one.number) for one in sequences]
+    return {
+        "parents": tuple(one.parent for one in segments),
+        "used": tuple(one.stop - one.first for one in segments),
+        "readers": tuple(tuple(names[i] for i in one.readers) for one in segments),
+    }
 
 
 def _spread_masks(responses: Sequence[Response], response_mask: np.ndarray) -> SamplingMask | None:

@@ -371,8 +371,6 @@ def build_rollout_batch(
         masked=[not one for one in counted],
         replays_engine=config.model.routing_replay == "engine",
     )
-    if sharing is not None:
-        batch.count_shared_rows()
     mark_traced(batch.packs, traced)
     if config.sft is not None:
         for pack in batch.packs:

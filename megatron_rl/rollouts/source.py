@@ -47,7 +47,7 @@ class RunContext:
         self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()
     ) -> RolloutBatch:
         """Pack groups for this rank; collective, because their tokens may be on others."""
-        return build_rollout_batch(
+        batch = build_rollout_batch(
             groups,
             config=self.config,
             objective=self.objective,
@@ -55,6 +55,9 @@ class RunContext:
             sharing=self.actor.sharing,
             engine_seconds=engine_seconds,
         )
+        if self.actor.sharing is not None:
+            batch.count_shared_rows()
+        return batch
 
 
 class RolloutSource(Protocol):

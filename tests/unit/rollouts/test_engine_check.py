@@ -18,7 +18,7 @@ PROMPTS = [Prompt(i, (), (5, 6), "1", "toy") for i in range(3)]
 class ScriptedActor:
     """Every token has log-prob -1."""
 
-    topology, settings = Topology.single(), ActorSettings()
+    topology, settings, sharing = Topology.single(), ActorSettings(), None
     packs = 0
 
     def compute_logprobs(self, micro_batches):

@@ -50,6 +50,7 @@ class ScriptedActor:
     calls: int = 0
 
     layout: str = "one"
+    sharing: None = None
     has_experts: bool = False
 
     @property
