@@ -123,7 +123,9 @@ def test_advantages_are_independent_of_context_parallelism(name, cp_size):
     assert len(found) == {2: 4, 3: 3, 4: 4}[cp_size]
     for rank in found:
         for one, other in zip(rank, wanted, strict=True):
-            torch.testing.assert_close(torch.tensor(one, dtype=torch.float64), other, atol=1e-14, rtol=1e-13)
+            torch.testing.assert_close(
+                torch.tensor(one, dtype=torch.float64), other, atol=1e-14, rtol=1e-13
+            )
 
 
 def test_a_pass_sends_one_table_of_chunks_whatever_the_length():
