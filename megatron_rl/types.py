@@ -343,6 +343,8 @@ class TokenBatch:
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None
+    values: Tensor | None = None  # [T] float32, of a critic when it computed the advantages
+    returns: Tensor | None = None  # [T] float32, what its update regresses on
     # The behavior policy is the policy itself, so that ratios are 1: demonstrations
     on_policy: bool = False
 

@@ -20,7 +20,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.lora import add_adapters, describe_adapters, load_adapters
 from megatron_rl.actor.memory import TrainingState, optimizer_parts
-from megatron_rl.actor.model import HeadOutputs
+from megatron_rl.actor.model import HeadOutputs, PolicyModel
 from megatron_rl.actor.packs import LocalPack, PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
@@ -120,6 +120,8 @@ class TrainedModel(ScoringModel):
     every forward pass of a micro-batch.
     """
 
+    model_class: type[PolicyModel] = PolicyModel  # of its chunks
+
     def __init__(
         self,
         model_folder: str | Path,
@@ -135,7 +137,9 @@ class TrainedModel(ScoringModel):
         self.is_initial = True  # the weights are those of `model_folder`
         self.packs = PackCache(shape, topology, dtype=settings.dtype, on_prepare=on_micro_batch)
         with megatron_runtime():
-            self.chunks = build_chunks(shape, settings=settings, topology=topology)
+            self.chunks = build_chunks(
+                shape, settings=settings, topology=topology, model=self.model_class
+            )
             load_model(self.chunks, shape=shape, topology=topology, folder=model_folder)
             if settings.lora:
                 add_adapters(
