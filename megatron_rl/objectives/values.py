@@ -5,6 +5,7 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout; T tokens in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class GaeSettings:
 
 @dataclass(frozen=True)
 class ValueTargets:
-    """Constants of an update, per token; [t] float32 each, 0 off the mask."""
+    """Constants of an update, per token, in the values' dtype; [t] each, 0 off the mask."""
 
     advantages: Tensor
     returns: Tensor  # targets of the values: advantages by target_lambda plus values
@@ -84,7 +85,7 @@ def compute_targets(
         lambdas=[torch.where(counts, x, one) for x in pair],
     )
     returns = torch.where(layout.mask, target + values.double(), 0)
-    return ValueTargets(advantages.float(), returns.float())
+    return ValueTargets(advantages.to(values.dtype), returns.to(values.dtype))
 
 
 SUMS = ("tokens", "loss", "clipped", "value", "return", "return_squared", "error", "error_squared")
@@ -118,7 +119,7 @@ class ValueStatistics:
         """Raise ValueError unless all sums are finite; copies once."""
         found = self.sums.tolist()
         for name, value in zip(SUMS, found, strict=True):
-            if not abs(value) < float("inf"):
+            if not math.isfinite(value):
                 raise ValueError(f"the critic's {name.replace('_', ' ')} is {value}")
 
     def to_metrics(self) -> Mapping[str, float]:

@@ -14,6 +14,14 @@ from megatron_rl.objectives.values import (
     value_loss,
 )
 from megatron_rl.types import Denominators
+from tests.unit.objectives.response_tree import (
+    expected_gradient,
+    expected_return,
+    make_task,
+    token_logprobs,
+    true_gradient,
+    weight_alone,
+)
 
 # Two responses: a conversation of turns of 2, 1 and 2 tokens, and one turn of 3 that was cut.
 MASK = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 1, 0]).bool()
@@ -110,3 +118,49 @@ def test_a_value_that_is_not_finite_is_a_fault():
     )
     with pytest.raises(ValueError, match="critic's loss is nan"):
         statistics.raise_on_faults()
+
+
+def exact_values(task, table):
+    """Expected reward after each state of the tree; [states]."""
+    probability = token_logprobs(task, table).sum(dim=1).exp()
+    mass, value = torch.zeros(2, task.state_count, dtype=torch.float64)
+    for position in range(task.tokens.shape[1]):
+        own = task.mask[:, position]
+        mass.index_add_(0, task.states[own, position], probability[own])
+        value.index_add_(0, task.states[own, position], (probability * task.rewards)[own])
+    return value / mass
+
+
+@pytest.mark.parametrize(
+    ("critic", "lam", "is_exact"),
+    [("perfect", 0.0, True), ("perfect", 0.6, True), ("perfect", 1.0, True), ("any", 1.0, True),
+     ("any", 0.6, False)],
+)  # fmt: skip
+def test_expected_policy_gradient_over_all_responses(critic, lam, is_exact):
+    # gamma = 1. V(s_t) does not depend on y_t, so it cancels in the expectation where the rest of
+    # the return is unbiased: with lambda = 1, or with the values of the policy itself.
+    task = make_task(vocabulary=3, horizon=4, ends=True, seed=4)
+    generator = torch.Generator().manual_seed(6)
+    shape = (2, task.state_count, task.vocabulary)
+    policy, noise = torch.randn(shape, dtype=torch.float64, generator=generator)
+    values = exact_values(task, policy)
+    assert values[0] == pytest.approx(expected_return(task, policy).item())
+    if critic == "any":
+        values = noise[:, 0]
+    layout = SequenceLayout([task.tokens.shape[1]] * len(task.tokens), task.mask.reshape(-1))
+    last = task.mask.sum(dim=1, keepdim=True) - 1
+    rewards = torch.zeros(task.tokens.shape, dtype=torch.float64)
+    rewards.scatter_(1, last, task.rewards[:, None])
+    found = compute_targets(
+        layout,
+        values[task.states].reshape(-1),
+        rewards.reshape(-1),
+        cut=torch.zeros_like(layout.mask),
+        settings=GaeSettings(gamma=1.0, gae_lambda=lam, target_lambda=1.0),
+    )
+    gradient = expected_gradient(
+        task, weight_alone("token"), policy=policy, behavior=policy,
+        advantages=found.advantages.view(task.tokens.shape),
+    )  # fmt: skip
+    error = (gradient - true_gradient(task, policy)).abs().max().item()
+    assert error < 1e-14 if is_exact else error > 1e-2
