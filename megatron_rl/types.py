@@ -223,6 +223,9 @@ class PromptGroup:
     first_trained_at_step: int = 0  # 0: not trained yet
     times_trained: int = 0  # number of steps that trained the group
     num_updates: int = 0  # optimizer updates on the group, in all these steps
+    # [G] of [L] float32, where the response's arrays are: of the critic, at the last step that
+    # trained the group; empty: without a critic
+    values: tuple[np.ndarray | None, ...] = ()
     # G of [turns] float32; empty: all turns of a response have its advantage
     turn_advantages: tuple[np.ndarray, ...] = ()
 

@@ -17,7 +17,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.model import HeadOutputs, ModelInput, PolicyModel
 from megatron_rl.actor.packs import LocalPack, gather_packs
 from megatron_rl.actor.settings import ActorSettings
-from megatron_rl.actor.training import TrainedModel, UpdateResult
+from megatron_rl.actor.training import TrainedModel, Update
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.objectives.values import (
@@ -96,13 +96,12 @@ class Critic(TrainedModel):
     ) -> list[Tensor]:
         """Compute values, advantages and targets of each pack; [T, 3], 0 off the mask. Collective.
 
-        rewards: [T] of each pack. cut: [R], True for responses that the limit of length cut.
+        rewards: [T] of each pack. cut: [R], True for responses that the limit of length cut. Values
+        that packs have already are kept.
         """
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
-            values = self._run(
-                micro_batches, _keep_values, forward_only=True, outputs=HeadOutputs()
-            )[: len(micro_batches)]
+            values = self._values(micro_batches)
             packs = [self.packs.prepare(batch) for batch in micro_batches]
             local = []
             for index, own in enumerate(values):  # none on stages before the last one
@@ -114,7 +113,20 @@ class Critic(TrainedModel):
         layouts = [pack.layout for pack in packs]
         return gather_packs(layouts, local, rows=3, topology=self.topology)
 
-    def update(self, minibatch: Minibatch, *, clip: float | None) -> UpdateResult:
+    def _values(self, micro_batches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Values of this rank's tokens, [t] each; none on stages before the last one."""
+        known = [batch.values for batch in micro_batches]
+        if any(one is None for one in known):
+            values = self._run(
+                micro_batches, _keep_values, forward_only=True, outputs=HeadOutputs()
+            )
+            return values[: len(micro_batches)]
+        if not self.topology.is_last_stage:
+            return []
+        pairs = zip(micro_batches, known, strict=True)
+        return [self.packs.prepare(batch).shard(one) for batch, one in pairs if one is not None]
+
+    def update(self, minibatch: Minibatch, *, clip: float | None) -> Update[ValueStatistics]:
         """Run one optimizer update of the value loss on the minibatch's targets. Collective."""
         self._check(minibatch.micro_batches)
         result, _ = self._take_update(
