@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -85,6 +86,55 @@ class Critic(TrainedModel):
             settings=replace(settings, lora=None, replay_routes=False),
             on_micro_batch=on_micro_batch,
         )
+
+    def sleep(self) -> None:
+        """Offload weights too, on a device: the policy needs its memory. On a CPU, see the base."""
+        super().sleep()
+        if self.topology.device.type == "cuda":
+            self._move_weights(to_host=True)
+
+    def wake_up(self) -> None:
+        """Bring weights and optimizer states back."""
+        if self.topology.device.type == "cuda":
+            self._move_weights(to_host=False)
+        super().wake_up()
+
+    def _move_weights(self, *, to_host: bool) -> None:
+        """Empty the buffers that hold the weights, or fill them again; views stay valid."""
+        with megatron_runtime():
+            for chunk in self.ddp_chunks:
+                for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                    if to_host:
+                        buffer.offload_to_cpu(move_params=True, move_grads=False)
+                    else:
+                        buffer.reload_from_cpu(move_params=True, move_grads=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint; `folder` appears only when complete. Collective."""
+        with self._weights_on_device():
+            super().save(folder)
+
+    def digest(self) -> dict[str, str]:
+        """Return this rank's layout and its state's digest, comparable between equal layouts."""
+        with self._weights_on_device():
+            return super().digest()
+
+    def check_weights(self) -> None:
+        """Raise FloatingPointError if any of this rank's parameters is not finite."""
+        with self._weights_on_device():
+            super().check_weights()
+
+    @contextmanager
+    def _weights_on_device(self) -> Iterator[None]:
+        """Have the weights on the device inside the block, also of a sleeping critic."""
+        moves = self.asleep and self.topology.device.type == "cuda"
+        if moves:
+            self._move_weights(to_host=False)
+        try:
+            yield
+        finally:
+            if moves:
+                self._move_weights(to_host=True)
 
     def compute_targets(
         self,

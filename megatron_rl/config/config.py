@@ -388,6 +388,12 @@ class Config(Section):
         }
 
     @property
+    def given_models(self) -> dict[str, str]:
+        """Model folders besides the policy's that the config names, by key."""
+        own = self.critic.path if self.critic is not None else None
+        return self.given_references | ({} if own is None else {"critic.path": own})
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer updates per training step."""
         return self.trainer.epochs * self.trainer.minibatches

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ class GaeSettings:
     target_lambda: float = 1.0
     length_alpha: float | None = None
     discount: str = "token"
+
+    @classmethod
+    def of(cls, section: object) -> GaeSettings:
+        """Return the settings of a config's section, which has them among others."""
+        return cls(**{one.name: getattr(section, one.name) for one in fields(cls)})
 
 
 @dataclass(frozen=True)

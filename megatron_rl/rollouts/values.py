@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_rl.actor.critic import Critic
 from megatron_rl.advantages import EPSILON
 from megatron_rl.config import Config
-from megatron_rl.config.sections import CriticSection
 from megatron_rl.data.packing import FILLER, gather_by_rollout, scatter_to_packs
 from megatron_rl.data.token_rows import fetch_rows
 from megatron_rl.distributed.agreement import gather_from_ranks
@@ -59,7 +58,7 @@ def freeze_values(
         for pack in packs
     ]
     targets = critic.compute_targets(
-        packs, scatter_to_packs(packs, rows), cut, settings=gae_settings(config.critic)
+        packs, scatter_to_packs(packs, rows), cut, settings=GaeSettings.of(config.critic)
     )
     for pack, one in zip(packs, targets, strict=True):
         pack.values, pack.turn_advantages, pack.returns = (x.contiguous() for x in one.unbind(1))
@@ -67,12 +66,6 @@ def freeze_values(
     if config.critic.whiten:
         for minibatch in batch.minibatches:
             whiten(minibatch, group=critic.topology.dp_group)
-
-
-def gae_settings(section: CriticSection) -> GaeSettings:
-    """Return the settings of targets and advantages of a config's section."""
-    names = ("gamma", "gae_lambda", "target_lambda", "length_alpha", "discount")
-    return GaeSettings(**{name: getattr(section, name) for name in names})
 
 
 def _record(batch: RolloutBatch, critic: Critic) -> list[PromptGroup]:

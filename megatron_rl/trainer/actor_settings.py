@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_rl.actor import groups
+from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.critic import Critic
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import Config
@@ -48,16 +48,16 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
     )
 
 
-def build_critic(
-    config: Config, topology: Topology, *, on_micro_batch: Callable[[], object]
-) -> Critic | None:
+def build_critic(config: Config, actor: MegatronActor) -> Critic | None:
     """Build the critic of a config, asleep; None without one. Collective.
 
-    Raises UserError for a model with another vocabulary than the policy's.
+    The actor sleeps meanwhile and afterwards: a device has room for the states of one of them.
     """
     section = config.critic
     if section is None:
         return None
+    actor.sleep()
+    topology = actor.topology
     folder = section.path or config.model.path
     rate = section.learning_rate
     lowest = rate * config.optimizer.min_learning_rate / config.optimizer.learning_rate
@@ -65,7 +65,9 @@ def build_critic(
         update={"learning_rate": rate, "min_learning_rate": lowest}
     )
     settings = replace(build_actor_settings(config, topology), optimizer=optimizer)
-    critic = Critic(folder, topology=topology, settings=settings, on_micro_batch=on_micro_batch)
+    critic = Critic(
+        folder, topology=topology, settings=settings, on_micro_batch=actor.packs.on_prepare
+    )
     critic.sleep()
     return critic
 

@@ -289,10 +289,10 @@ def _build_trainer(
     checkpoints = CheckpointKeeper(
         config, directory, console, topology.rank, recorder.wait, buffer, faults, interruption
     )
-    critic = checkpoints.critic = build_critic(config, topology, on_micro_batch=progress.count)
     # First, while the actor has the weights that it read, which are often the reference's.
     compares = needs_reference(objective.needs)
     references = References(actor, config.references) if compares else None
+    critic = checkpoints.critic = build_critic(config, actor)
     checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)

@@ -148,10 +148,10 @@ class CheckpointKeeper:
             return reason
         with sync_errors_across_ranks(doing=f"reading the manifest of step {step}"):
             manifest = folders.manifest(step)
-        actor.load(folders.folder(step) / "actor")
         if self.critic is not None:
             self.critic.load(folders.folder(step) / "critic")
             self.critic.sleep()
+        actor.load(folders.folder(step) / "actor")
         with sync_errors_across_ranks(doing=f"reading the progress of step {step}"):
             try:
                 self._load_step_progress(folders.folder(step), actor)
