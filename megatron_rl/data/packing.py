@@ -190,7 +190,7 @@ def plan_minibatches(
     # Padding the sum to a multiple must not exceed the budget.
     budget = tokens_per_micro_batch // multiple_of * multiple_of
     ranks, multiple = topology.dp_size, topology.round_size
-    room: dict[str, int] = {"budget": budget, "ranks": ranks, "multiple": multiple}
+    room: dict[str, Any] = {"budget": budget, "ranks": ranks, "multiple": multiple}
     shared: set[int] = set()
     planned: list[tuple[list[list[int]], Denominators]] = []
     for span in split_groups(rollouts, minibatches=minibatches):

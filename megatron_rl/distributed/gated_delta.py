@@ -126,13 +126,13 @@ def _run_levels(
     levels = layout.once(_build_levels)
     wide, parts, after = torch.promote_types(v.dtype, torch.float32), [], None
     for level in levels:
-        inputs = (x.index_select(0, level.rows) for x in (q, k, v, g, beta))
+        rows = level.rows
         if after is None:
             states = (len(level.layout.lengths), v.shape[1], k.shape[-1], v.shape[-1])
             before = v.new_zeros(states, dtype=wide)
         else:
             before = take_rows(after, level.parents)
-        out, after = rule(*inputs, before, level.layout)
+        out, after = rule(q[rows], k[rows], v[rows], g[rows], beta[rows], before, level.layout)
         parts.append(out)
     order = torch.argsort(torch.cat([level.rows for level in levels]))
     return torch.cat(parts).index_select(0, order)

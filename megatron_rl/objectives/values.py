@@ -57,6 +57,10 @@ def ends_of_turns(layout: SequenceLayout) -> Tensor:
     ends = torch.tensor(layout.lengths, device=full.device).cumsum(0) - 1
     following = torch.cat((full[1:], full.new_zeros(1)))
     following[ends] = False
+    for child, parent in enumerate(layout.parents):
+        if parent == child - 1 >= 0:  # the same sequence, cut where a later history leaves it
+            first = int(ends[parent]) + 1 - layout.lengths[parent]
+            following[first + layout.used[parent] - 1] = full[int(ends[parent]) + 1]
     return layout.shard(full & ~following)
 
 

@@ -342,11 +342,10 @@ def build_rollout_batch(
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
-    all_computed = objective.uses_zero_advantage
+    # With a critic, values and so advantages follow once the rollouts are packed.
+    all_computed = objective.uses_zero_advantage or config.critic is not None
     counted = [not is_masked(rollout, config) for rollout in rollouts]
     learns = [one for group in groups for one in group.learns]
-    if config.critic is not None:
-        all_computed = True  # values, and so advantages, follow once they are packed
     computed = [one and (all_computed or own) for one, own in zip(counted, learns, strict=True)]
     minibatches = plan_minibatches(
         rollouts,

@@ -19,6 +19,7 @@ from megatron_rl.distributed.context_attention import build_attention_plan, cont
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.trainer.route_files import token_keys
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.unit.objectives.mutate import mutated
 
@@ -167,3 +168,71 @@ def test_mistakes_are_caught(mistake):
             assert gap() > 1e-6
         except (AssertionError, ValueError, IndexError, TypeError):
             return
+
+
+def group(index, prompt, lengths):
+    """A group whose prompt is like no other's."""
+    ids = tuple((1000 * index + np.arange(prompt)).tolist())
+    return [
+        Rollout(
+            Prompt(index, (), ids, "", ""),
+            Response(index, sample, np.arange(length), np.zeros(length), "", "stop", 0),
+            GradeResult(0.0, "", None),
+        )
+        for sample, length in enumerate(lengths)
+    ]
+
+
+def assigned(rollouts, sharing, *, budget, ranks=1):
+    packs, shared = packing.share_packs(
+        rollouts, range(len(rollouts)), sharing=sharing, alignment=1, budget=budget, ranks=ranks,
+        multiple=1,
+    )  # fmt: skip
+    return [sorted(pack) for own in packs for pack in own], shared
+
+
+def test_groups_stay_whole_where_they_fit_and_are_cut_evenly_otherwise():
+    """A group has 99 + 4 * 20 = 179 rows; of 250, none more fits. One of 8 has 259: 99 + 4 * 20."""
+    rollouts = [*group(0, 100, [20] * 4), *group(1, 100, [20] * 4), *group(2, 100, [20] * 8)]
+    packs, shared = assigned(rollouts, ALWAYS, budget=250)
+    assert sorted(packs)[:2] == [[*range(4)], [*range(4, 8)]]
+    assert [len(pack) for pack in packs] == [4] * 4
+    assert {index for pack in packs for index in pack} == shared == {*range(16)}
+    # Two ranks: each has half of the one group, with the prompt.
+    packs, _ = assigned(group(0, 100, [20] * 8), ALWAYS, budget=1000, ranks=2)
+    assert sorted(map(len, packs)) == [4, 4]
+
+
+def test_auto_leaves_alone_what_gains_nothing():
+    """Long responses behind a short prompt get the packs of before; short ones are shared."""
+    auto = Sharing(1700.0, slowdown=1.15)
+    long, short = group(0, 150, [4000] * 4), group(1, 1000, [64] * 4)
+    packs, shared = assigned(long, auto, budget=20000)
+    assert shared == set() and packs == [[0, 1, 2, 3]]
+    assert assigned(short, auto, budget=20000)[1] == {0, 1, 2, 3}
+    assert assigned([*long, *short], auto, budget=9000)[1] in (set(), {4, 5, 6, 7})
+    apart = plan(long, None).micro_batches[0]
+    same = plan(long, auto).micro_batches[0]
+    assert all(torch.equal(getattr(apart, name), getattr(same, name))
+               for name in ("tokens", "labels", "position_ids", "response_mask"))  # fmt: skip
+
+
+def test_copies_of_keys_are_bounded():
+    """Behind 4,000 tokens a response of 10 has 4,009 keys, an eighth of which counts as rows.
+
+    8,000 rows then have the prompt's 3,999 and 7 responses of 502.
+    """
+    packs, _ = assigned(group(0, 4000, [10] * 64), ALWAYS, budget=8000)
+    assert len(packs) == 10 and max(map(len, packs)) == 7
+
+
+def test_every_reader_of_a_shared_token_has_a_key_for_its_route():
+    rollouts = make_rollouts(1)
+    (shared,), (apart,) = (plan(rollouts, how).micro_batches for how in (ALWAYS, None))
+    (whole,) = token_keys(apart)
+    lengths = [n for i in apart.rollout_indices for n in packing.sequence_lengths(rollouts[i])]
+    sizes = zip(lengths, apart.sequence_lengths, strict=True)
+    used = torch.cat([torch.arange(size) < own for own, size in sizes])
+    keys = torch.cat(token_keys(shared))
+    assert set(whole[used].tolist()) <= set(keys.tolist())
+    assert len(token_keys(shared)[0].unique()) == len(shared.tokens)
