@@ -91,20 +91,20 @@ class RemoteEngine:
     ) -> list[Response]:
         """Return responses on every trainer. Collective."""
         assert not how, f"{sorted(how)} of a call on other ranks"
-        self.link.order("responses", list(prompts), samples, sampling)
-        box = [self.link.take()]
+        self.link.orders.send("responses", list(prompts), samples, sampling)
+        box = [self.link.values.take()]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(box)
         return box[0]
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
-        self.link.order("weights", version)
+        self.link.orders.send("weights", version)
         stats = self.resharder.push(actor, version=version)
         self._version = version
         return stats
 
     def drop_caches(self) -> None:
-        self.link.order("drop caches")
+        self.link.orders.send("drop caches")
 
     def sleep(self) -> None:
         """Do nothing: the engines have devices of their own."""

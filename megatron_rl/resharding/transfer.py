@@ -469,7 +469,7 @@ class Transfer:
 def _start(sends: Iterable[Parcel], receives: Iterable[Parcel], link: Link | None) -> list[Any]:
     """Start messages; those between two ranks are matched by order, the same on both."""
     if link is not None:
-        return link.start(
+        return link.weights.start(
             sends=[(each.wire, to) for each in sends for to in each.message.to],
             receives=[(each.wire, each.message.sender) for each in receives],
         )

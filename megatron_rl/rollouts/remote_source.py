@@ -82,7 +82,7 @@ class RemoteSource(RolloutSource):
         surplus = spare if self.run.config.dynamic_sampling.rounds else []
         self._coming = [*itertools.chain(*missing), *surplus]
         if missing:
-            self.link.order("rollouts", step, missing, spare)
+            self.link.orders.send("rollouts", step, missing, spare)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if self._ordered[0] != step:  # the first step of this start of the run
@@ -141,12 +141,12 @@ class RemotePartialSource(PartialRolloutSource):
         self._ordered, self._ordered_after = (step, slots), self.run.actor.updates
         if not self._is_known:
             self._is_known, unfinished = True, self.run.buffer.unfinished
-            self.link.order("resume", list(unfinished))
-            self.link.post([one for group in unfinished.values() for one in group.rollouts])
+            self.link.orders.send("resume", list(unfinished))
+            self.link.values.send([one for group in unfinished.values() for one in group.rollouts])
         elif (step - 1) % self.run.config.trainer.checkpoint_every == 0:
             self.engine.drop_caches()  # a run that resumes from the checkpoint does not have them
         if slots:
-            self.link.order("window", step, slots)
+            self.link.orders.send("window", step, slots)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if step == self._restored_step:
@@ -226,7 +226,7 @@ def take_generated(run: RunContext, link: Link) -> tuple[list[Filled], dict[str,
     Returns the filled parts, the costs and the seconds of generation.
     """
     with run.clock.phase("rollout"):
-        generated = link.take()
+        generated = link.values.take()
         if generated is not None:
             run.clock.of_engines += generated.intervals
         return _share_generated(generated)

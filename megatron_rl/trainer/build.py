@@ -127,11 +127,11 @@ def _generate(
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
     with contextlib.ExitStack() as stack:
-        _, config = link.next_order()
+        _, config = link.orders.next()
         opened = open_conversations(config, topology, echo=log, journals=directory.answers)
         config, conversations = stack.enter_context(opened)
-        link.post(config)
-        _, reward = link.next_order()
+        link.values.send(config)
+        _, reward = link.orders.next()
         config = config.model_copy(update={"reward": reward})
         prompts = stack.enter_context(share_prompt_sets(config, shape, folder, echo=console.echo))
         pool = stack.enter_context(build_verifiers(config, topology, directory))
@@ -191,7 +191,7 @@ def _train(
             console.echo(line)
         config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         if link is not None:
-            link.order("reward", config.reward)
+            link.orders.send("reward", config.reward)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
             trainer = _build_trainer(

@@ -65,7 +65,7 @@ def serve(
     weights: the trainers' layout. interruption: of this rank, which leaves the end to the trainers
     from the first rollouts on. Collective over the ranks that generate.
     """
-    while (order := link.next_order())[0] != "end":
+    while (order := link.orders.next())[0] != "end":
         if order[0] in ("rollouts", "window"):
             interruption.defer()  # as the trainers have done before
         elif order[0] == "interrupted":
@@ -106,21 +106,21 @@ def _execute(
     engine, clock = source.engine, source.run.clock
     match kind:
         case "weights":
-            link.flush()
+            link.values.flush()
             with clock.phase("sync"):
                 engine.sync_weights(weights, version=arguments[0])
         case "responses":
             prompts, samples, sampling = arguments
-            link.post(engine.generate(prompts, samples=samples, sampling=sampling))
+            link.values.send(engine.generate(prompts, samples=samples, sampling=sampling))
         case "resume":
             assert isinstance(source, PartialRolloutSource)
-            source.insert(arguments[0], share_rollouts(link.take()))
+            source.insert(arguments[0], share_rollouts(link.values.take()))
         case "window":
             assert isinstance(source, PartialRolloutSource)
             clock.reset()
             with clock.phase("rollout"):
                 filled = [generate_window(source, *arguments)]
-            link.post(flatten(filled, {}, clock))
+            link.values.send(flatten(filled, {}, clock))
         case "drop caches":
             engine.drop_caches()
         case "rollouts":
@@ -128,11 +128,11 @@ def _execute(
             step, parts, spare = arguments
             clock.reset()
             filled = source.fill(parts, spare, step)
-            link.post(flatten(filled, source.pop_costs(), clock))
+            link.values.send(flatten(filled, source.pop_costs(), clock))
         case "evaluate":
             with clock.phase("eval"):
                 rollouts = evaluator.generate(*arguments)
                 evaluator.grader.check(prompts=2)
-            link.post((rollouts, clock.pop_intervals()))
+            link.values.send((rollouts, clock.pop_intervals()))
         case _:
             raise AssertionError(f"order {kind}")

@@ -247,7 +247,7 @@ class RemoteEvaluator(Evaluator):
 
     def _start(self, step: int) -> None:
         for name in self.sets:
-            self.remote.link.order("evaluate", name, step)
+            self.remote.link.orders.send("evaluate", name, step)
         self._is_started = True
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -261,7 +261,7 @@ class RemoteEvaluator(Evaluator):
 
         Only the first trainer has their tokens.
         """
-        rollouts, intervals = self.remote.link.take() or (None, [])
+        rollouts, intervals = self.remote.link.values.take() or (None, [])
         self.recorder.clock.of_engines += intervals
         return share_rollouts(rollouts)
 
