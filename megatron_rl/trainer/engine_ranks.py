@@ -23,7 +23,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.engine import GenerationStopped
+from megatron_rl.engine.engine import GenerationStopped, WeightSink
 from megatron_rl.engine.remote import share_rollouts
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.adapted import LocalWeight
@@ -32,7 +32,7 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.remote_source import flatten, generate_window
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.evaluation import EngineAnswers
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,17 @@ class WeightsElsewhere:
 
 def serve(
     link: Link,
+    sink: WeightSink,
     source: EngineSource | PartialRolloutSource,
-    evaluator: Evaluator,
+    answers: EngineAnswers,
     *,
     weights: WeightSource,
     interruption: Interruption,
 ) -> None:
     """Execute orders until the trainers end; raises RunInterrupted if they are interrupted.
 
-    weights: the trainers' layout. interruption: of this rank, which leaves the end to the trainers
-    from the first rollouts on. Collective over the ranks that generate.
+    sink: receives weights. weights: the trainers' layout. interruption: of this rank, which leaves
+    the end to the trainers from the first rollouts on. Collective over the ranks that generate.
     """
     while (order := link.orders.next())[0] != "end":
         if order[0] in ("rollouts", "window"):
@@ -72,7 +73,7 @@ def serve(
             interruption.ignore_further_signals()
             raise RunInterrupted
         try:
-            _execute(order, link, source, evaluator, weights)
+            _execute(order, link, sink, source, answers, weights)
         except GenerationStopped:  # the order that ends this rank, or an error, comes next
             continue
 
@@ -98,8 +99,9 @@ def actor_topology(config: Config, link: Link, topology: Topology) -> Topology:
 def _execute(
     order: tuple[Any, ...],
     link: Link,
+    sink: WeightSink,
     source: EngineSource | PartialRolloutSource,
-    evaluator: Evaluator,
+    answers: EngineAnswers,
     weights: WeightSource,
 ) -> None:
     kind, *arguments = order
@@ -108,7 +110,7 @@ def _execute(
         case "weights":
             link.values.flush()
             with clock.phase("sync"):
-                engine.sync_weights(weights, version=arguments[0])
+                sink.sync_weights(weights, version=arguments[0])
         case "responses":
             prompts, samples, sampling = arguments
             link.values.send(engine.generate(prompts, samples=samples, sampling=sampling))
@@ -131,8 +133,8 @@ def _execute(
             link.values.send(flatten(filled, source.pop_costs(), clock))
         case "evaluate":
             with clock.phase("eval"):
-                rollouts = evaluator.generate(*arguments)
-                evaluator.grader.check(prompts=2)
+                rollouts = answers.answer(*arguments)
+                answers.check()
             link.values.send((rollouts, clock.pop_intervals()))
         case _:
             raise AssertionError(f"order {kind}")
