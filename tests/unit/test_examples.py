@@ -80,6 +80,7 @@ def test_every_config_is_valid(file):
         "sft",
         "tools",
         "ask",
+        "real_model",
         *REGIMES,
     }
     assert file.stem in {*tiny, *MODELS}, "give its true shape here"
