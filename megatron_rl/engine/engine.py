@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -64,6 +64,18 @@ class ConversationSettings:
         """Record answers in the journal `name` from now on, and take from it those that it has."""
         if self.pool is not None and self.journals is not None:
             self.pool.use_journal(self.journals / name)
+
+
+class EngineFeature(Protocol):
+    """An ability of an engine that vLLM must be started with."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments."""
+        ...
+
+    def start(self, llm: Any) -> None:
+        """Begin to use the started vLLM."""
+        ...
 
 
 class GenerationStopped(Exception):  # noqa: N818 - not an error

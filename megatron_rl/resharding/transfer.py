@@ -44,10 +44,10 @@ from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import Matrix, Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import (
     SUM_BYTES,
+    CopyRun,
     Frame,
     Message,
     RankPlan,
-    Run,
     Slice,
     frames_of,
     without_garbage_collection,
@@ -77,7 +77,7 @@ class Parcel:
         """Return its bytes in the buffer and its number of checksums."""
         return self.frame.stop - self.frame.start, self.frame.sum_count
 
-    def runs(self) -> Iterator[tuple[Run, Tensor]]:
+    def runs(self) -> Iterator[tuple[CopyRun, Tensor]]:
         """Yield each run with its slices in the buffer, [n, h, w]."""
         offset = self.frame.first // self.elements.itemsize
         for run in self.message.runs:
@@ -625,7 +625,7 @@ class Overwriting(Transfer):
                 matrices = self._rows(run).unflatten(0, (-1, run.height))
                 self.ledger.note_slices(parcel.message.slices[run.first], matrices)
 
-    def _rows(self, run: Run) -> Tensor:
+    def _rows(self, run: CopyRun) -> Tensor:
         """Return the rectangle of the engine's parameter that a run is for."""
         first, stop, _, height, width, name, top, left = run
         matrix = self._live.get(name) or self._parameter(name)

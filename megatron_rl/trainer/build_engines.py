@@ -20,7 +20,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import EngineHooks
-from megatron_rl.engine.vllm_engine import VllmEngine
+from megatron_rl.engine.vllm_engine import EngineUse, SyncSettings, VllmEngine
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.objectives import PolicyObjective
 from megatron_rl.preflight.trials import vote_problems
@@ -146,11 +146,11 @@ def build_engine(
         dtype=compute_dtype(config, topology),
         max_model_len=config.max_model_tokens,
         seed=config.seed,
-        partial_rollouts=config.lag.partial_rollouts is not None,
-        routes=config.model.routing_replay == "engine",
-        adapters=build_adapter_settings(config),
-        resharding=config.resharding,
-        ranks_per_node=ranks_per_node(topology),
+        use=EngineUse(
+            partial_rollouts=config.lag.partial_rollouts is not None,
+            routes=config.model.routing_replay == "engine",
+            adapters=build_adapter_settings(config),
+        ),
+        sync=SyncSettings(config.resharding, ranks_per_node(topology), link),
         hooks=hooks,
-        link=link,
     )
