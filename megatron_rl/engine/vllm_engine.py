@@ -154,7 +154,9 @@ class VllmEngine:
         )  # fmt: skip
         self._routes = EngineRoutes(self.shape, on_cuda=on_cuda) if use.routes else None
         self._masks = EngineSamplingMasks(on_cuda=on_cuda) if settings.removes_tokens else None
-        self._adapters = use.adapters and EngineAdapters(self, use.adapters, self._resharder)
+        self._adapters = None
+        if use.adapters is not None:
+            self._adapters = EngineAdapters(self, use.adapters, self._resharder)
         features: list[EngineFeature] = [
             each for each in (self._routes, self._masks, self._adapters) if each is not None
         ]
