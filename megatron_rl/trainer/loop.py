@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.actor.reference import References
-from megatron_rl.config.config import reason_routes_unrecorded
+from megatron_rl.config.combinations import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.engine.engine import GenerationStopped, WeightSink
 from megatron_rl.rollouts.batch_metrics import batch_metrics
