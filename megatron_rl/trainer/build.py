@@ -125,7 +125,8 @@ def _train(
 ) -> None:
     """Train on the ranks of this side of the link, or on all."""
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
-    progress, unwatched = watch(config, directory, rank=rank, link=link)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    progress, unwatched = watch(config, directory, rank=rank, link=link, log=log)
     if link is not None:
         link.watch(progress)
     console = Console(
@@ -134,7 +135,6 @@ def _train(
     for line in (unwatched, _describe(config, topology.world_size), describe_slow_packs(config)):
         if line is not None:
             console.echo(line)
-    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
     opened = open_elsewhere(config, link) if link else open_conversations(
         config, topology, echo=log, journals=directory.answers

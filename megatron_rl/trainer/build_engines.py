@@ -53,10 +53,10 @@ def run_engines(
 ) -> None:
     """Generate on the ranks of this side of the link until the trainers end."""
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
-    progress, _ = watch(config, directory, rank=link.rank, link=link)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    progress, _ = watch(config, directory, rank=link.rank, link=link, log=log)
     link.watch(progress)
     console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
     with contextlib.ExitStack() as stack:
         _, config = link.orders.next()
