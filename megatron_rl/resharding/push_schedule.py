@@ -107,7 +107,7 @@ class Path:
 
 
 class SenderTurn:
-    """The paths of one slice, and what they ask of each rank.
+    """The paths of one slice, and the messages that each rank sends and receives for them.
 
     messages: the number of messages that each rank sends or receives, [ranks]; one that it sends to
     several counts once. receives: whether each rank receives the slice, [ranks].
@@ -594,7 +594,7 @@ class CopyRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """Slices from one rank to others that need all of them, as seen by one of these ranks.
+    """Slices from one rank to all ranks that need them, as one of these ranks handles them.
 
     sender: the rank that sends it to this one: the source, or a rank of this node that forwards it.
     to: the ranks that this rank sends it to; a destination forwards it as soon as it has arrived.

@@ -99,7 +99,7 @@ def groups_of_equal_layout(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
 
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy matrices, in one call for those that are contiguous and one for the others."""
+    """Copy matrices: one call for the contiguous matrices, and one for the strided."""
     contiguous: tuple[list[Tensor], list[Tensor]] = [], []
     others: tuple[list[Tensor], list[Tensor]] = [], []
     for to, of in zip(destinations, sources, strict=True):
