@@ -94,6 +94,11 @@ FEATURES: dict[str, Feature] = {
         ("lora.rank=8", "optimizer.learning_rate=1e-4"),
         {"fp8": "adapters have not been tried with products in fp8"},
     ),
+    "a critic": Feature(
+        _named("critic", lambda c: c.critic is not None),
+        ("critic={}",),
+        {"supervised fine-tuning": "given answers have no rewards"},
+    ),
     "divergences over the vocabulary": Feature(
         _named("objective.kl over the whole vocabulary",
                lambda c: "divergence" in c.objective.choice.needs),

@@ -50,6 +50,7 @@ from megatron_rl.telemetry.metrics import MetricLog, PhaseClock, StartUp
 from megatron_rl.trainer.actor_settings import (
     build_actor_settings,
     build_adapter_settings,
+    build_critic,
     compute_dtype,
     make_groups,
 )
@@ -62,6 +63,7 @@ from megatron_rl.trainer.build_engines import (
     start_verifiers,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.evaluation import (
     EngineAnswers,
     Evaluator,
@@ -231,6 +233,7 @@ class TrainingSide:
         # First, while the actor has the weights that it read, which are often the reference's.
         compares = needs_reference(self.objective.needs)
         references = References(actor, config.references) if compares else None
+        critic = checkpoints.critic = build_critic(config, actor)
         checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
         self.start.ended("megatron")
         run = RunContext(config, actor, self.objective, buffer, console, clock)
@@ -244,6 +247,7 @@ class TrainingSide:
             checkpoints=checkpoints,
             recorder=recorder,
             faults=faults,
+            critic=None if critic is None else CriticTrainer(run, critic, checkpoints, faults),
             start=self.start,
         )
 
