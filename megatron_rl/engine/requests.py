@@ -298,6 +298,7 @@ class FinishedResponses:
     prompts: Sequence[Prompt]
     samples: int  # responses per prompt
     expected: int  # responses of this engine
+    longest: int  # tokens of a response at most; 0: unknown
     share: tuple[int, int]  # rank within the engine, number of its ranks
     tokenizer: Any
     weight_version: int
@@ -308,6 +309,7 @@ class FinishedResponses:
     own: list[Generated] = field(default_factory=list)
     _num_finished: int = 0
     _finished_tokens: int = 0
+    _running_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.routes is not None:
@@ -323,10 +325,19 @@ class FinishedResponses:
         self._keep(generated.position, lambda: generated, len(generated.token_ids))
 
     def show(self, core: Any = None) -> None:
-        """Report progress, also of the requests that run in vLLM's LLMEngine `core`."""
-        if self.on_progress is not None:
-            running = 0 if core is None else count_running_tokens(core)
-            self.on_progress(self._num_finished, self.expected, self._finished_tokens + running)
+        """Report progress; core: vLLM's LLMEngine, to count the tokens of unfinished requests.
+
+        Until a quarter is finished, others are expected to be as long as possible: the first ones
+        to end are short.
+        """
+        if self.on_progress is None:
+            return
+        if core is not None:
+            self._running_tokens = count_running_tokens(core)
+        done, tokens = self._num_finished, self._finished_tokens
+        each = self.longest if 4 * done < self.expected else tokens / done
+        expected = int(tokens + (self.expected - done) * each) if self.longest else 0
+        self.on_progress(done, self.expected, tokens + self._running_tokens, expected)
 
     def _keep(self, position: int, build: Callable[[], Generated], tokens: int) -> None:
         self._num_finished += 1
