@@ -145,7 +145,7 @@ class Checks:
             run = self.train(
                 f"logprobs_{dtype}",
                 f"data.train={file}",
-                "data.max_prompt_tokens=640",
+                "data.max_prompt_tokens=256",
                 "parallel.data=1",
                 "rollout.prompts_per_step=50",
                 "rollout.responses_per_prompt=2",
@@ -153,6 +153,7 @@ class Checks:
                 "data.too_long=skip",
                 "trainer.steps=1",
                 "trainer.minibatches=1",
+                "trainer.tokens_per_micro_batch=1024",
                 f"trainer.dtype={dtype}",
                 "reward.verifier=tools.real_model_checks:spread",
             )
