@@ -161,7 +161,8 @@ class ModelSection(Section):
 
     path: PathText = ""
     """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
-    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
+    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`), or a GGUF file (`docs/models.md`).
+    Required."""
     reference: PathTexts | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
     on-policy distillation, with the policy's tokens and any shape; null uses `model.path`. Several
