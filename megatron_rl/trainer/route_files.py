@@ -18,7 +18,8 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.types import TokenBatch
 
 NAME = "routes_{:05d}.pt"  # by rank
-NOBODY = -(1 << 62)  # no key
+NOBODY = torch.iinfo(torch.int64).min  # no key
+_LEVEL_BITS = 56  # of padding behind a sequence that continues others, the number of those
 _POSITION_BITS = 24  # of the 32 of a token in its rollout; the others number its sequences
 
 
@@ -106,5 +107,20 @@ def token_keys(pack: TokenBatch) -> list[Tensor]:
         names = [NOBODY if one is None else (one[0] << 32) + (one[1] << _POSITION_BITS)
                  for one in own]  # fmt: skip
         spread = torch.tensor(names).repeat_interleave(sizes)
-        keys.append(torch.where(spread == NOBODY, spread, spread + pack.position_ids))
+        named = torch.where(spread == NOBODY, spread, spread + pack.position_ids)
+        keys.append(_apart(named, pack) if pack.parents else named)
     return keys
+
+
+def _apart(keys: Tensor, pack: TokenBatch) -> Tensor:
+    """Give padding other keys: behind a parent it has the positions of those that continue it."""
+    levels: list[int] = []
+    for parent in pack.parents:
+        levels.append(levels[parent] + 1 if parent >= 0 else 0)
+    sizes = torch.tensor(pack.sequence_lengths)
+    level, used, start = (
+        torch.tensor(values).repeat_interleave(sizes)
+        for values in (levels, pack.used, (sizes.cumsum(0) - sizes).tolist())
+    )
+    is_padding = (torch.arange(len(keys)) - start >= used) & (keys != NOBODY)
+    return torch.where(is_padding, -keys - 1 - (level << _LEVEL_BITS), keys)
