@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.columns import ARRAYS
 from megatron_rl.data.token_rows import is_local, remote_row
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
@@ -17,7 +18,6 @@ from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.types import (
-    TOKEN_COLUMNS,
     GradeResult,
     Prompt,
     PromptGroup,
@@ -65,7 +65,7 @@ def _group(place: int, *, rank: int, spread: bool) -> PromptGroup:
         slot=PromptSlot(1, place), rollouts=tuple(rollouts),
         # The advantages of some groups are 0: they are in no pack.
         advantages=np.float32([1, -1, 1, -1]) * (place % 4 > 0),
-        behavior_logprobs=(None,) * SIZE, entropy=0.0, generated_at_step=1, updates=0,
+        entropy=0.0, generated_at_step=1, updates=0,
     )  # fmt: skip
 
 
@@ -119,8 +119,8 @@ def _kept(groups) -> int:
     rows = [
         row
         for group in groups
-        for rollout, behavior in zip(group.rollouts, group.behavior_logprobs, strict=True)
-        for row in (*(getattr(rollout.response, name) for name in TOKEN_COLUMNS), behavior)
+        for rollout in group.rollouts
+        for row in (rollout.response.row(column.name) for column in ARRAYS)
     ]
     return sum(len(row) for row in rows if is_local(row))
 
