@@ -125,19 +125,36 @@ def has_cuda() -> bool:
     return cuda_devices() > 0
 
 
+# Variables of which a run needs one value, and why.
+_NEEDED = {
+    "TOKENIZERS_PARALLELISM": (
+        "false", "processes are forked after texts were tokenized, and would wait for its threads"
+    ),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine runs in the processes of training"),
+    "VLLM_USE_MODELSCOPE": ("false", "the engine reads the model from the folder of model.path"),
+}  # fmt: skip
+
+
 def prepare_environment() -> None:
-    """Raise the limit of open files; set variables and hide packages that libraries import."""
+    """Raise the limit of open files; set variables and hide packages that libraries import.
+
+    Names the variables of the user that are replaced.
+    """
     raise_limit()
     hide_unloadable_builds()
+    for name, (needed, reason) in _NEEDED.items():
+        given = os.environ.get(name, needed)
+        if given.lower() not in (needed, "", "0", "false") and os.environ.get("RANK", "0") == "0":
+            line = f"megatron-rl: {name}={given} has no effect: {reason}"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+        os.environ[name] = needed
     defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "DO_NOT_TRACK": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of communication needs it
         "NO_VCS_VERSION": "1",  # Megatron-core would call git at every import
     }
