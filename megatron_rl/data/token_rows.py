@@ -125,7 +125,7 @@ def share_responses(
     their owner and on rank 0. owners: by position, the same on every rank; others belong to the
     rank that has them.
     """
-    if dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(sorted(own.items()))
     texts = {place: _encode(response) for place, response in own.items()}
     heads = {place: (one.without_arrays(), len(texts[place])) for place, one in own.items()}
