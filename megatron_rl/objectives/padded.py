@@ -96,7 +96,7 @@ def policy_loss(
 
 
 def _flat_inputs(shape: torch.Size, **given: Tensor | None) -> TokenInputs:
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
             continue

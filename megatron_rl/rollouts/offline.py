@@ -27,6 +27,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.objectives import build_objective
+from megatron_rl.objectives.spec import FunctionSpec
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.groups import build_groups
@@ -62,6 +63,7 @@ class OfflineRollouts:
     files: list[Path]
     ends: np.ndarray  # [files] rows in each file and those before it
     tokenizer: Any
+    further: tuple[str, ...] = ()  # values of each token that the objective takes besides
 
     @classmethod
     def open(cls, config: Config) -> OfflineRollouts:
@@ -71,9 +73,10 @@ class OfflineRollouts:
         # Rows with token ids need no chat template; `parse_rollout` refuses others without one.
         options = config.tokenizer_options | {"template": "raw"}
         tokenizer = load_tokenizer(config.model.path, **options)
-        return cls(
-            config, files, np.cumsum([pq.read_metadata(f).num_rows for f in files]), tokenizer
-        )
+        choice = config.objective.choice
+        further = choice.further if isinstance(choice, FunctionSpec) else ()
+        rows = [pq.read_metadata(file).num_rows for file in files]
+        return cls(config, files, np.cumsum(rows), tokenizer, further)
 
     @classmethod
     def load(cls, config: Config, echo: Callable[[str], object]) -> OfflineRollouts:
@@ -109,8 +112,9 @@ class OfflineRollouts:
             for row_number, row in read_rows(file, [place - start for place in members]):
                 try:
                     yield parse_rollout(
-                        row, self.tokenizer, place=start + row_number, config=self.config
-                    )
+                        row, self.tokenizer, place=start + row_number, config=self.config,
+                        further=self.further,
+                    )  # fmt: skip
                 except (ValueError, TypeError, KeyError) as error:
                     message = f"offline.rollouts: {file}, row {row_number}: {error}"
                     raise ConfigError(message) from None
@@ -300,7 +304,14 @@ def share_rollouts(own: Mapping[int, Sequence[Rollout]], *, size: int) -> list[R
     ]
 
 
-def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Rollout:
+def parse_rollout(
+    row: dict[str, Any],
+    tokenizer: Any,
+    *,
+    place: int,
+    config: Config,
+    further: Sequence[str] = (),
+) -> Rollout:
     """Convert a row to a rollout; tokenize texts without token ids."""
     source = _parse_prompt(row, tokenizer, config=config)
     prompt_ids, text, reward = source.token_ids, row["response"], row["reward"]
@@ -323,6 +334,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
         raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
     frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
+    others = {name: _further(row.get(name), name, sampled) for name in further}
     response = Response(
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
@@ -337,6 +349,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
         # the actor's if the file has the column (null: not computed), else the engine's
         behavior_logprobs=frozen if LOGPROBS[0] in row else generated,
+        further=others,
     )
     source = replace(source, index=response.prompt_index)
     grade_result = GradeResult(
@@ -393,6 +406,17 @@ def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
             f"{name} has {len(values)} numbers for {count} sampled tokens; it needs a finite one, "
             "not above 0, for each (with token_ids, if texts were cut into other tokens; with "
             f"{OBSERVED}, if an environment wrote some of them)"
+        )
+    return array
+
+
+def _further(values: Any, name: str, count: int) -> np.ndarray:
+    """Return a value of each token that the objective takes; UserError unless there is one each."""
+    array = np.array(() if values is None else values, np.float32)
+    if array.shape != (count,) or not np.isfinite(array).all():
+        raise UserError(
+            f"{name} has {array.size} numbers for {count} sampled tokens; objective.function takes "
+            "a finite one for each: add the column, or take the argument out of the function"
         )
     return array
 

@@ -87,6 +87,10 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
         rows = [_array(rollout.response, one) for rollout in rollouts]
         has_rows = any(row is not None and len(row) for row in rows)
         if one.in_rollout_files and one.by == "engine" and (has_rows or not one.optional):
+            if one.name in table.column_names:
+                raise UserError(
+                    f"{one.name} is another column of rollouts; rename that of the engine"
+                )
             kind = pa.list_(pa.from_numpy_dtype(np.dtype(one.dtype)))
             table = table.append_column(one.name, pa.array(rows, kind))
     if any(rollout.response.messages for rollout in rollouts):
