@@ -228,17 +228,24 @@ def use_downloaded_files() -> None:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Make a folder in memory for processes of this node, and remove it in the end.
+    """Make a folder in memory for processes of this node, and remove it in the end."""
+    parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    with locked_folder(parent, prefix=_SHARED) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, *, prefix: str) -> Iterator[Path]:
+    """Make a folder whose name begins with `prefix`, and remove it in the end.
 
     It is locked until then, so that the next one finds those whose processes were killed, and
     removes them.
     """
-    parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    for folder in parent.glob(f"{_SHARED}*"):
+    for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(folder)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_SHARED, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with _locked(folder, fcntl.LOCK_SH):
             if not folder.exists():  # taken for one of a killed process just before it was locked
                 continue
