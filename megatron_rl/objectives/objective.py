@@ -382,7 +382,7 @@ class FunctionObjective(PolicyObjective):
         return cls(spec, function)
 
     @cached_property
-    def needs(self) -> Mapping[str, object]:  # type: ignore[override]  # it reads a file
+    def needs(self) -> Mapping[str, object]:
         return self.spec.needs
 
     def evaluate(

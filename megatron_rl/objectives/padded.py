@@ -3,7 +3,7 @@
 Shapes: B responses, T positions; `response_mask` marks the valid decisions.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
