@@ -55,6 +55,7 @@ COLUMNS = (
     Column("routes", "uint8", "position", optional=True, at_writer=False, in_group_files=False,
            in_rollout_files=False, from_files=False, fill=None),
     Column("behavior_logprobs", by="trainer", optional=True),
+    Column("values", by="trainer", optional=True, in_rollout_files=False, from_files=False),
     Column("turn_advantages", unit="turn", by="trainer", optional=True, from_files=False,
            fill=None),
     Column("advantage", unit="response", by="trainer", from_files=False),

@@ -133,6 +133,8 @@ class Response:
     routes: np.ndarray = field(default_factory=_empty_bytes)
     # [L] float32, under the policy that generated, fixed when the response was; None: not computed
     behavior_logprobs: np.ndarray | None = None
+    # [L] float32, of the critic at the last step that trained the response; None: without a critic
+    values: np.ndarray | None = None
     further: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L] float32, by name
 
     def row(self, name: str) -> Row:
@@ -386,6 +388,8 @@ class TokenBatch:
     engine_routes: Tensor | None = None
     # by name, [T] float32: `Response.further`
     further: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Tensor | None = None  # [T] float32, of a critic when it computed the advantages
+    returns: Tensor | None = None  # [T] float32, what its update regresses on
     # The behavior policy is the policy itself, so that ratios are 1: demonstrations
     on_policy: bool = False
 
