@@ -27,7 +27,7 @@ class Column:
 
     Values of tokens and positions are arrays of a `Response`; those of turns, responses and groups
     are fields of `PromptGroup`, which every rank has. A response that is cut, filtered out or
-    trained again keeps its arrays as they are. One that continues gets the engine's arrays anew,
+    trained again keeps its arrays as they are. A response that continues gets the engine's arrays
     over all of its tokens; those of the trainer continue with the new tokens (`by`).
     """
 
