@@ -165,7 +165,7 @@ def describe_progress(run: Run) -> str:
 def is_finished(run: Run) -> bool:
     """Return whether all steps of a run are done."""
     total = (run.config.get("trainer") or {}).get("steps")
-    return bool(total) and max((row["step"] for row in run.rows), default=0) >= total
+    return total is not None and max((row["step"] for row in run.rows), default=0) >= total
 
 
 def _short(path: str) -> str:
