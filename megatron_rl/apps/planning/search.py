@@ -156,7 +156,9 @@ class Option:
 
     def order(self) -> tuple[bool, float]:
         """Return what layouts are sorted by: those that nearly fill a device come last."""
-        return max(self.memory.values()) > LARGEST_SHARE, self.step_seconds
+        own = ("rollout",) if self.layout.engine_ranks else ()  # an engine alone fills its device
+        shared = [part for phase, part in self.memory.items() if phase not in own]
+        return max(shared) > LARGEST_SHARE, self.step_seconds
 
 
 def overlapped_seconds(
@@ -491,7 +493,7 @@ class Planner:
     def engine_beside(self, layout: Layout, used: float) -> Engine:
         """Return the engine with what `used` bytes leave, in hundredths of a device."""
         room = self.device.memory
-        left = LARGEST_SHARE * room - used
+        left = (1 if layout.engine_ranks else LARGEST_SHARE) * room - used
         fraction = min(self.engine_share, math.floor(100 * left / room) / 100)
         return self.engine(layout, int(fraction * room))
 
