@@ -5,7 +5,6 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout; T tokens in t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
