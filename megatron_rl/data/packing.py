@@ -39,7 +39,16 @@ from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_r
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.types import Denominators, Minibatch, Response, Rollout, SamplingMask, TokenBatch
+from megatron_rl.types import (
+    ARRAY_NAMES,
+    Denominators,
+    Minibatch,
+    Response,
+    Rollout,
+    SamplingMask,
+    TokenBatch,
+    columns_of,
+)
 
 FILLER = ANY  # in TokenBatch.rollout_indices
 SAVED = 0.02  # least fraction of the cost that makes sharing worth other packs
@@ -346,11 +355,6 @@ def build_pack(
             routes[here] = of_tokens[one.first : one.stop]
     parts = _responses(segments, sizes)
     responses = [rollouts[owner].response for owner, _ in parts if owner != ANY]
-    logprobs = np.zeros(sum(sizes), np.float32)
-    logprobs[mask] = np.concatenate(
-        [np.empty(0, np.float32), *(one.rollout_logprobs for one in responses)]
-    )
-    known = all(response.has_engine_logprobs for response in responses)
     positions = [
         one.first + np.arange(size) for one, size in zip(segments, sizes, strict=True)
     ]  # fmt: skip
@@ -363,7 +367,7 @@ def build_pack(
         parts=tuple(own for _, own in parts) if any(len(own) > 1 for _, own in parts) else (),
         rollout_indices=tuple(owner for owner, _ in parts),
         advantages=_advantages(advantages, [owner for owner, _ in parts]),
-        rollout_logprobs=torch.from_numpy(logprobs) if known else None,
+        **spread_columns(responses, mask),
         engine_routes=torch.from_numpy(routes) if routes.size else None,
         sampling_mask=_spread_masks(responses, mask),
         **_parents(segments, sequences),
@@ -388,6 +392,34 @@ def _parents(segments: Sequence[Segment], sequences: Sequence[_Sequence]) -> dic
         "used": tuple(one.stop - one.first for one in segments),
         "readers": tuple(tuple(names[i] for i in one.readers) for one in segments),
     }
+
+
+def spread_columns(responses: Sequence[Response], response_mask: np.ndarray) -> dict[str, Any]:
+    """Spread the columns of a pack's responses over its tokens, as fields of a `TokenBatch`.
+
+    response_mask: [T]. A column that a response lacks is None, or missing if it is a further one.
+    """
+    fields: dict[str, Any] = {"further": {}}
+    for column in columns_of(responses):
+        if column.fill is None:
+            continue
+        values = np.full(len(response_mask), column.fill, column.dtype)
+        rows = [one.row(column.name) for one in responses]
+        if column.name == "rollout_logprobs":
+            rows = [row if one.has_engine_logprobs else None
+                    for row, one in zip(rows, responses, strict=True)]  # fmt: skip
+        # The trainer's are complete once those of the last tokens have been computed.
+        is_known = all(
+            row is not None and (column.by == "engine" or len(row) == one.length)
+            for row, one in zip(rows, responses, strict=True)
+        )
+        if rows and is_known:
+            values[response_mask] = np.concatenate(rows)
+        if column.name not in ARRAY_NAMES and is_known:
+            fields["further"][column.name] = torch.from_numpy(values)
+        elif column.name in ARRAY_NAMES:
+            fields[column.name] = torch.from_numpy(values) if is_known else None
+    return fields
 
 
 def _spread_masks(responses: Sequence[Response], response_mask: np.ndarray) -> SamplingMask | None:
@@ -442,7 +474,7 @@ def gather_by_rollout(
 
     An array contains the values of the sampled tokens in order; None for rollouts in no pack.
     owners: of the rollouts, as in `types.Response`. A rollout's array is on its owner and on rank
-    0, with an `RemoteRow` on the others; without owners it is on every rank. Collective over all
+    0, with a `RemoteRow` on the others; without owners it is on every rank. Collective over all
     processes.
     """
     rows: list[np.ndarray | None] = [None] * count
