@@ -101,6 +101,8 @@ class PackParts(NamedTuple):
     position_ids: Tensor
     sequence_lengths: tuple[int, ...]
     joined: tuple[int, ...]
+    parents: tuple[int, ...]
+    used: tuple[int, ...]
     sampling_mask: SamplingMask | None
 
     @classmethod
