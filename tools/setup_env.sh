@@ -134,7 +134,7 @@ find_torch_cpu() {
         grep -qE "[ (]${TORCH_CPU//./\\.}(,|\)|$)" <<<"$versions" || fail "$reason; nor has it another" \
             "build; allow that address, or give pip a folder that holds the wheel (PIP_FIND_LINKS)"
         say "$reason: its CUDA build is installed, which needs no GPU and does the same:" \
-            "$(sed -n 's/^# Download: //p' "$TORCH_LOCK") to download, 5 GB on the disk"
+            "$(sed -n 's/^# Download: //p' "$TORCH_LOCK") to download, 4 GB on the disk"
         TORCH_FROM="pip's index"
         TORCH_BUILD=
     else
