@@ -205,9 +205,10 @@ install_requirements() {
 
 # Optional packages: without them their tests are skipped. Installed packages are not changed.
 install_optional() {
-    local wanted
-    mapfile -t wanted < <({ requirements DATA; requirements REASONING_GYM; } |
-        grep -vE "^($(IFS='|' && echo "${LEFT_OUT[*]}"))\\b")
+    local wanted not_these
+    not_these="^($(IFS='|' && echo "${LEFT_OUT[*]}"))([^[:alnum:]-]|$)"
+    mapfile -t wanted < <({ requirements DATA; requirements REASONING_GYM; requirements GGUF; } |
+        grep -vE "$not_these")
     pip freeze --exclude-editable >"$VENV/installed.txt"
     timed "${wanted[*]}" install --constraint "$VENV/installed.txt" "${wanted[@]}" ||
         say "not available here; see setup.log. Everything else works"
