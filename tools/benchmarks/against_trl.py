@@ -57,7 +57,7 @@ class Size:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the model is the one of `apps/tasks/real_model.py`."""
+        """True for the model of `apps/tasks/real_model.py`."""
         return self.config.endswith("real_model.yaml")
 
 

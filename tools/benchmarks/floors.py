@@ -1,4 +1,4 @@
-"""Print the phases of a run's step beside their floors on this machine.
+"""Print the seconds of a run's phases and their floors on this machine.
 
     python tools/benchmarks/floors.py RUN [--step 2]
 
