@@ -75,7 +75,7 @@ def test_lock_of_cuda_torch_is_the_one_that_cpu_sets_need(package):
 
 
 def test_locks_have_a_wheel_of_megatron_core_for_each_python():
-    """Its metadata exclude Python 3.11, so uv leaves that wheel out; its source needs a compiler."""
+    """Its metadata exclude Python 3.11, so uv drops that wheel; its source needs a compiler."""
     for kind, python in lock.SETS:
         if kind != "launcher":
             text = lock.lock_file(kind, python).read_text()
