@@ -151,6 +151,7 @@ class ModelShape:
     wrapper: str | None = None  # class of files that also have a vision tower
     fused_experts: bool = False  # files have all experts of a layer in one tensor
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
+    headless: bool = False  # a critic: no output layer
     factors: Factors | None = None  # of adapters, which `weights` then lists alone
 
     @property
@@ -165,7 +166,7 @@ class ModelShape:
 
     @property
     def local_rotary(self) -> "ModelShape | None":
-        """This shape with the rotary embeddings of layers with a window, if they have others."""
+        """This shape with the rotary embeddings of layers with a window, if these layers differ."""
         if self.local_layers is None or self.local_layers.rotary_base is None:
             return None
         base = self.local_layers.rotary_base
@@ -203,12 +204,12 @@ class ModelShape:
         return tuple(
             w
             for w in weights
-            if not (self.tied_embeddings and w is OUTPUT_LAYER)
+            if not ((self.tied_embeddings or self.headless) and w is OUTPUT_LAYER)
             and (self.lists_frozen or not w.frozen)
         )
 
     def layers_with(self, kind: Layers, among: range | None = None) -> Sequence[int]:
-        """Return the layers of a kind, of all or of the consecutive layers `among`."""
+        """Return the layers of one kind, optionally within the range `among`."""
         layers = range(self.num_layers) if among is None else among
         first = self.experts.first_layer if self.experts else self.num_layers
         if kind in ("delta", "attention"):
@@ -460,7 +461,7 @@ class ModelTensor(NamedTuple):
 
 
 def each_tensor(shape: ModelShape) -> Iterator[ModelTensor]:
-    """Yield all weights of a model; those of experts one by one."""
+    """Yield all weights of a model, each expert's by itself."""
     for weight in shape.weights:
         sizes = weight_shapes(weight, shape=shape)
         layers = (

@@ -178,7 +178,7 @@ def plan_launch(
 ) -> Launch:
     """Plan a launch; ConfigError lists all its problems.
 
-    offline: do not check files of the cluster; `unchecked` lists them.
+    offline: skip checks of files of the cluster, which `LaunchPlan.unchecked` then lists.
     """
     given = load_config(config_file, overrides)
     config = _complete(given, name=given.run.name or name)
@@ -306,7 +306,7 @@ def unchecked(launch: Launch) -> list[str]:
 def _named_files(launch: Launch) -> dict[str, str]:
     """Return the files and folders that a run reads, by config key."""
     config = launch.config
-    models = {"model.path": config.model.path} | config.given_references
+    models = {"model.path": config.model.path} | config.given_models
     return (
         models
         | _further_paths(config)

@@ -206,7 +206,7 @@ class Probe:
 
 @lru_cache(maxsize=32)
 def layer_pattern(shape: ModelShape) -> tuple[int, int]:
-    """Return the number of dense layers below others, and the period of the kinds of layers."""
+    """Return the number of dense layers below the sparse ones, and the period of layer kinds."""
     first = shape.experts.first_layer if shape.experts else 0
     windows = shape.local_layers.flags(shape.num_layers) if shape.local_layers else None
     nets = shape.delta.layers if shape.delta else ()
@@ -415,7 +415,7 @@ class Planner:
     engine_share: float = MAX_ENGINE_SHARE  # maximum part of the device's memory
 
     def evaluate(self, layout: Layout, dry_runs: DryRuns) -> Option | Rejection:
-        """Return memory and seconds, without those of the push; or the reason why it cannot be."""
+        """Return memory and seconds without the push, or the reason why the layout cannot run."""
         stages, replicas = self.stages(layout, dry_runs)
         packs = self.packs(layout)
         memory = self.memory(layout, stages, replicas)
@@ -495,14 +495,20 @@ class Planner:
 
     @property
     def scoring_passes(self) -> float:
-        """Forward passes over the rollout batch: of the behavior policy, and of references.
+        """Forward passes over the rollout batch: of behavior policy, references and critic.
 
         Those of a reference of another shape are counted by its active weights. Each of several
         is counted as if it had rows in all packs.
         """
         own = self.workload.scored_part * self._is_scored_by_actor
         active = engine_sizes(self.shape, 1).active
-        return own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
+        passes = own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
+        critic = self.config.critic
+        if critic is None:
+            return passes
+        shape = self.shape if critic.path is None else read_model_shape(critic.path)
+        trained = 1 + 3 * self.workload.epochs  # values, and updates of a forward and a backward
+        return passes + trained * engine_sizes(shape, 1).active / active
 
     def _reference_bytes(self, stages: Sequence[Counts], *, on_device: bool = False) -> float:
         """Return the bytes of the references on the host, except the model without its adapters.
