@@ -106,7 +106,7 @@ VERL: dict[str, str] = {
     f"{_ROLLOUT}.val_kwargs.n": "eval.samples",
     f"{_ROLLOUT}.val_kwargs.temperature": "eval.temperature",
     f"{_ROLLOUT}.val_kwargs.top_p": "eval.top_p",
-    "algorithm.adv_estimator": "advantage.estimator; gae is a critic: {}",
+    "algorithm.adv_estimator": "advantage.estimator",
     "algorithm.norm_adv_by_std_in_grpo": "advantage.std",
     "algorithm.filter_groups.enable": "dynamic_sampling.rounds",
     "algorithm.filter_groups.max_num_gen_batches": "dynamic_sampling.rounds",
