@@ -135,7 +135,8 @@ def main() -> None:
     print("| phase | seconds | floor | times |\n|---|---|---|---|")
     for phase, least in found.items():
         seconds = row[f"time/{phase}"]
-        print(f"| {phase} | {seconds:.2f} | {least:.2f} | {seconds / least:.1f} |")
+        times = f"{seconds / least:.1f}" if least else "no group has an advantage"
+        print(f"| {phase} | {seconds:.2f} | {least:.2f} | {times} |")
 
 
 if __name__ == "__main__":
