@@ -17,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, choose_sampled
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import PHASES, append_row, read_metrics, read_rows
+from megatron_rl.runs.files import PHASES, append_row, read_metric, read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
@@ -85,8 +85,9 @@ class Recorder:
 
     def _zero_fractions(self) -> list[float]:
         """Return the fraction of responses without advantage in each recorded step."""
-        rows = [] if self.directory is None else read_metrics(self.directory.path)
-        return [row[ZERO_FRACTION] for row in rows if ZERO_FRACTION in row]
+        if self.directory is None:
+            return []
+        return read_metric(self.directory.path, ZERO_FRACTION)
 
     def record(
         self,
@@ -233,7 +234,10 @@ class Recorder:
         if self.directory is None or self.log is None:
             return
         self.log.close()  # first: its warnings
-        for line in ("", *closing_lines(self.directory, read_metrics(self.directory.path))):
+        rows = read_metrics(
+            self.directory.path, wanted=lambda key: key.startswith(("step", "eval/", "time/"))
+        )
+        for line in ("", *closing_lines(self.directory, rows)):
             self.console.echo(line)
 
 
