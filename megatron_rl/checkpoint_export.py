@@ -16,7 +16,6 @@ from megatron_rl.config import (
     load_config,
     parse_config,
 )
-from megatron_rl.data.tokenizer import describe_other_reader
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import further_tensors
 from megatron_rl.preflight.layout import cut_problems
@@ -90,8 +89,6 @@ def run_export(plan: CheckpointExport) -> None:
         export_checkpoint(
             plan.checkpoint, plan.folder, like=plan.like, topology=topology, progress=progress
         )
-    if topology.rank == 0 and (note := describe_other_reader(plan.folder)):
-        console.echo(note)
     console.echo(
         f"wrote {plan.folder}: {plan.mebibytes:,.1f} MiB in {time.monotonic() - start:.0f} s"
     )

@@ -74,12 +74,7 @@ def find_snapshot(
     cure = f"hf download {repository}{at}" + (" --repo-type dataset" if kind == "dataset" else "")
     try:
         from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError as error:
         raise UserError(
             f"{repository} on the hub: huggingface_hub is not installed here; where it is, run: "
@@ -106,21 +101,9 @@ def find_snapshot(
         raise UserError(f"{repository} is no name of a {kind} on the hub: {error}") from None
     try:
         return find(local_files_only=False)
-    except GatedRepoError as error:
-        raise UserError(
-            f"{repository} on the hub needs its owner's permission: ask for it on its page, and "
-            "log in by hf auth login"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(
-            f"{repository} on the hub has no revision {revision or 'main'}; correct what follows @"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"the hub shows no {kind} {repository} here: correct the name, or log in by hf auth "
-            "login if it is private"
-        ) from error
     except Exception as error:  # the library raises a dozen kinds
+        if (problem := _refusal(error)) is not None:
+            raise UserError(f"{kind} {repository} on the hub: {problem}") from error
         reason = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -128,6 +111,19 @@ def find_snapshot(
             f"{repository} is neither in the Hugging Face cache nor can it be downloaded here "
             f"({reason}); if it has this name there, where there is a network, run: {cure}"
         ) from error
+
+
+def _refusal(error: Exception) -> str | None:
+    """Return why the hub itself refuses a repository, and the fix; None for other errors."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner has to permit it: ask on its page, and log in by hf auth login"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision; correct what follows @"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is none, or it is private: correct the name, or log in by hf auth login"
+    return None
 
 
 def read_hub(path: Path) -> Iterator[tuple[int, Any]]:

@@ -13,8 +13,9 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
-ProgressCallback = Callable[[int, int, int], None]
-"""Receives finished and total responses of this engine, and the tokens that it has generated."""
+ProgressCallback = Callable[[int, int, int, int], None]
+"""Receives finished and total responses of this engine, the tokens that it has generated, and about
+how many it will generate (0: unknown)."""
 OnFinished = Callable[[int, Response], None]  # position among all responses, response
 
 

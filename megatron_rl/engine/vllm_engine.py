@@ -205,7 +205,8 @@ class VllmEngine:
         numbered = list(zip(range(len(prompts)), prompts, settings, strict=True))
         own = numbered[self.topology.rank // tensor :: engines]
         finished = FinishedResponses(
-            prompts, samples, expected=len(own) * samples,
+            prompts, samples, expected=len(own) * samples, longest=0 if conversations else longest,
+            core=self._llm.llm_engine,
             share=(self.topology.rank % tensor, tensor),
             tokenizer=self._tokenizer, weight_version=self._version, on_response=on_response,
             # Of conversations the turns are counted, so that a slow one is not taken for a hang.
