@@ -146,6 +146,7 @@ COSTS = (
     Metric(("time/checkpoint",), "s", "saving, and checking for an interruption; a checkpoint counts in the step after it"),
     Metric(("time/start_<part>",), "s", "in the first line only: from the start of the command to the first step of rank 0; `imports`, `checks`, `megatron`, `verifiers`, `vllm` (offline: `rollouts`), `push`, `engine_check`, `evaluation` (also in `log.txt`)"),
     Metric(("memory/<phase>_peak_gib",), "GiB", "largest memory of any rank in a phase"),
+    Metric(("memory/host_gib", "memory/host_free_gib"), "GiB", "memory of the largest rank on its host after a step; what is free on the host with the least. A warning comes before a falling line through the last 50 steps reaches 0"),
     Metric(("sync/seconds", "sync/plan_seconds", "sync/pack_seconds", "sync/transfer_seconds", "sync/unpack_seconds", "sync/load_seconds", "sync/cache_reset_seconds", "sync/verify_seconds"), "s", "the push and [its parts](resharding.md#metrics-of-a-push)"),
     Metric(("sync/bytes_sent", "sync/bytes_local"), "bytes", "sent between ranks, and copied within them"),
     Metric(("sync/gigabytes_per_second",), "GB/s", "bytes sent per second"),

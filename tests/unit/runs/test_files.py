@@ -51,7 +51,7 @@ def test_row_takes_the_place_of_one_that_a_kill_has_cut(tmp_path):
 
 
 def test_ends_of_files_are_read_and_cut_without_the_rest(tmp_path, monkeypatch):
-    """Of a run of 100,000 steps the first rows, damaged here, are not parsed."""
+    """Show that the first rows, damaged here, are not parsed: 100,000 steps have gigabytes."""
     monkeypatch.setattr(files, "_BLOCK", 7)
     rows = [{"step": step, "a": step / 2, "b/a": 9, "eval/x/avg@1": step} for step in range(5)]
     text = "{damaged}\n" + "".join(files.json.dumps(row) + "\n" for row in rows)
