@@ -312,7 +312,10 @@ class RunDirectory:
 
         updates: number of finished updates of the following step, which are kept.
         """
-        drop_rows(self.path / "metrics.jsonl", until=lambda row: row["step"] <= step)
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.is_file():
+            atomic_write_text(metrics, "")
+        drop_rows(metrics, until=lambda row: row["step"] <= step)
         for folder in (self.rollouts, self.updates, self.traces, self.evaluations):
             for file in folder.glob("*.parquet"):
                 if int(file.stem.rsplit("_", 1)[-1]) > step:

@@ -88,7 +88,7 @@ class HostMemoryTrend:
         self._free.append((step, free))
         if len(self._free) < _TREND_STEPS:
             return None
-        slope, _ = np.polyfit(*zip(*self._free, strict=True), deg=1)
+        slope = np.polyfit([one[0] for one in self._free], [one[1] for one in self._free], 1)[0]
         left = -free / slope if slope < 0 else math.inf
         if left > min(_WARNED_STEPS, self._last - step, self._warned / 2):
             return None
