@@ -28,6 +28,7 @@ from megatron_rl.runtime.versions import hide_unloadable_builds
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples" / "pnpo" / "real_model.yaml"
 BOXED = " Put the answer in \\boxed{}."
+HELD_OUT = "eval.sets={{h: {{path: {}, columns: {{prompt: question, answer: answer}}}}}}"
 LAYOUTS = {
     "1": {"data": 1},
     "data 2": {"data": 2},
@@ -220,7 +221,7 @@ class Checks:
         """Greedy responses of transformers and of the engine with an exported folder."""
         import pyarrow.parquet as pq
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         run = self.train(
             "layout_1",
@@ -248,15 +249,16 @@ class Checks:
             )
         (file,) = (output / "eval").glob("*.parquet")
         model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(run / "model")
         rows, equal = pq.read_table(file).to_pylist()[:64], 0
         for row in rows:
-            tokens = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False).input_ids])
+            tokens = torch.tensor([row["prompt_token_ids"]])
             made = model.generate(
-                tokens, do_sample=False, max_new_tokens=32, attention_mask=torch.ones_like(tokens)
+                tokens,
+                do_sample=False,
+                max_new_tokens=32,
+                attention_mask=torch.ones_like(tokens),
             )
-            text = tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True)
-            equal += text == row["response"]
+            equal += made[0, tokens.shape[1] :].tolist() == row["token_ids"]
         return f"{equal} of {len(rows)} greedy responses are equal"
 
     def lora(self) -> str:
@@ -315,7 +317,7 @@ class Checks:
             self.jsonl("boxed_heldout", self._boxed(4, 128)),
         )
         given = (
-            f"eval.sets={{heldout: {held}}}",
+            HELD_OUT.format(held),
             "eval.every=10",
             "rollout.max_response_tokens=16",
             "reward.verifier=megatron_rl.rewards.math_answer:verify_math_answer",
@@ -410,7 +412,7 @@ class Checks:
             f"data.train={train}",
             "trainer.steps=10",
             "eval.every=5",
-            f"eval.sets={{heldout: {held}}}",
+            HELD_OUT.format(held),
             "environment.name=tools.real_model_checks:Calculator",
             "environment.max_turns=3",
             "environment.max_turn_tokens=16",
@@ -435,7 +437,7 @@ def scores(run: Path) -> str:
         (row["step"], key, value)
         for row in read_metrics(run)
         for key, value in row.items()
-        if key.startswith("eval/heldout/avg@")
+        if key.startswith("eval/h/avg@")
     )
     return ", ".join(f"{value:.1%} at step {step}" for step, _, value in found)
 
