@@ -29,7 +29,7 @@ from megatron_rl.engine.remote import RemoteEngine, build_resharder
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.models.stored_tensors import check_headers
+from megatron_rl.models.stored_tensors import check_headers, describe_unread
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
@@ -175,7 +175,8 @@ def _train(
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )
-    for line in (unwatched, _describe(config, topology.world_size), describe_slow_packs(config)):
+    lines = [unwatched, _describe(config, topology.world_size), describe_slow_packs(config)]
+    for line in lines + (describe_unread(config.model.path, shape) if rank == 0 else []):
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
