@@ -501,6 +501,7 @@ def generation_problems(config: Config) -> list[str]:
         "rollout.top_k": rollout.top_k,
         "rollout.top_p": rollout.top_p < 1,
         "rollout.min_p": rollout.min_p,
+        "rollout.temperature": not offline and rollout.temperature != 1,  # the loss is of 1
     }
     source = "offline.rollouts" if offline else "sft"
     return [
