@@ -256,8 +256,9 @@ def _from_sharegpt(message: Message) -> Message:
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments.strip():
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
     return call | {"function": function}
 
 

@@ -199,7 +199,8 @@ LATE_SYSTEM = (  # before the last question only, as of Mistral from v3 on
     "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] "
     "{% if loop.last %}{{ messages[0].content }}\n{% endif %}{{ m.content }}[/INST]"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content }}"
-    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}</s>{% endif %}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}</s>"
+    "{% endif %}{% endfor %}"
 )
 
 

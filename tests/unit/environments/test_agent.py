@@ -328,7 +328,7 @@ def test_good_call_beside_a_malformed_one_keeps_both_visible():
     bad = "<tool_call>{oops</tool_call>"
 
     async def requests(session, url, client):
-        body = ASKED | {"tools": [{}]}
+        body = ASKED | {"tools": [{"function": {"name": "f"}}]}
         asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
         await session.next_request()
         session.answer(f"I {bad} {good}.")
