@@ -22,7 +22,8 @@ from megatron_rl.data.text_tokens import (
 )
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
-from megatron_rl.messages import Message
+from megatron_rl.fields import changes_training
+from megatron_rl.messages import Message, unread_keys
 from megatron_rl.rewards.thinking import ends_inside_thinking, has_end
 from megatron_rl.types import Demonstration
 
@@ -80,6 +81,7 @@ class ConversationTokenizer:
         places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
             places = places[-1:]
+        self._refuse_unread(messages, places)
         if places[0] == 0:
             raise UserError("begins with a message of the assistant, which has no prompt")
         if self.template == "raw":
@@ -93,6 +95,18 @@ class ConversationTokenizer:
             turns.append((prompt[len(text) :] if continues else prompt, answer, continues))
             text = prompt + answer
         return WrittenConversation(tuple(turns))
+
+    def _refuse_unread(self, messages: Sequence[Message], places: Sequence[int]) -> None:
+        """Raise UserError for a key of a trained message that would be left out of training."""
+        template = "" if self.template == "raw" else str(self.tokenizer.chat_template)
+        for place in places:
+            for key in unread_keys(messages[place], template):
+                if changes_training(key, value := messages[place][key]):
+                    raise UserError(
+                        f"message {place + 1} has {key}={value!r:.60}, which neither the chat "
+                        "template nor training reads; leave such messages out, write it into the "
+                        "content, or remove the key"
+                    )
 
     def join(self, written: Sequence[WrittenConversation]) -> list[tuple[list[int], Demonstration]]:
         """Return the prompt's tokens, and what follows them, of each conversation."""

@@ -160,7 +160,8 @@ def prompt_problems(
         try:
             build_order(config, training)
         except ConfigError as error:
-            problems.append("\n    ".join([str(error), *notes]))
+            left_out = [note for note in notes if "left out" in note]
+            problems.append("\n    ".join([str(error), *left_out]))
     return problems, first
 
 

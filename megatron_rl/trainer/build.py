@@ -175,8 +175,7 @@ def _train(
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )
-    lines = [unwatched, _describe(config, topology.world_size), describe_slow_packs(config)]
-    for line in lines + (describe_unread(config.model.path, shape) if rank == 0 else []):
+    for line in (unwatched, *_describe(config, shape, topology)):
         if line is not None:
             console.echo(line)
     log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
@@ -442,7 +441,13 @@ def build_engine(
     )
 
 
-def _describe(config: Config, world_size: int) -> str:
+def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str | None]:
+    """Describe the run, and what of it has no effect."""
+    unread = describe_unread(config.model.path, shape) if topology.rank == 0 else []
+    return [_describe_layout(config, topology.world_size), describe_slow_packs(config), *unread]
+
+
+def _describe_layout(config: Config, world_size: int) -> str:
     parallel = config.parallel
     replicas = world_size // parallel.model_size
     rollout, trainer, engines = config.rollout, config.trainer, parallel.engine_ranks

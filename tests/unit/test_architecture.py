@@ -18,7 +18,8 @@ LAYERS = {
     "errors": set(),  # every package may import it
     "types": set(),
     "texts": set(),
-    "messages": {"texts"},
+    "fields": set(),
+    "messages": {"texts", "fields"},
     "runtime": set(),
     "models": set(),
     "distributed": {"types", "runtime"},
@@ -28,7 +29,7 @@ LAYERS = {
     "workers": {"texts", "runtime"},
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
-    "data": {"types", "texts", "messages", "config", "runtime", "distributed", "rewards"},
+    "data": {"types", "texts", "messages", "fields", "config", "runtime", "distributed", "rewards"},
     "resharding": {"types", "runtime", "config", "distributed", "models"},
     "actor": {
         "types", "runtime", "config", "distributed", "objectives", "models", "resharding", "data",
@@ -45,7 +46,8 @@ LAYERS = {
         "environments", "workers",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
-                  "engine", "runs", "rewards", "rollouts", "environments", "workers"},
+                  "engine", "runs", "rewards", "rollouts", "environments", "workers",
+                  "messages"},
     "checkpoint_export": {
         "config", "telemetry", "models", "resharding", "actor", "preflight", "runs",
     },
