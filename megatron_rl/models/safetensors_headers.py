@@ -27,8 +27,8 @@ DOWNLOAD_AGAIN = "download it again"
 def find_files(folder: str | Path) -> dict[str, str]:
     """Map each tensor's name to its file; raises ValueError if the folder contains no weights.
 
-    Of an index whose shards are gone, beside a whole file, transformers reads the whole file, and
-    so does this. Both at once may have other values, so they are refused.
+    A whole file is read if the shards of an index are gone, as by transformers. Both together may
+    have other values, so they are refused.
     """
     folder = Path(folder)
     whole = (folder / SINGLE).is_file()

@@ -239,8 +239,8 @@ def _cure_of_missing(
             f"model ({', '.join(used)}); save the model inside (_orig_mod of torch.compile, module "
             "of DistributedDataParallel; merge_and_unload of PEFT), or rename its tensors"
         )
-    if same := [(name, one) for name in missing for one in unread if name.endswith(f".{one}")]:
-        name, one = same[0]
+    if pairs := [(name, one) for name in missing for one in unread if name.endswith(f".{one}")]:
+        name, one = pairs[0]
         return (
             f"the file has {one} instead of {name}: it was saved from the model without its head; "
             "save the one with a head (AutoModelForCausalLM), or rename its tensors"

@@ -1,4 +1,4 @@
-"""Fields of rows and messages: media by type, choices by the answer, what says how to train."""
+"""Fields of rows and messages: media by type, choices by the answer, flags of training."""
 
 import json
 
