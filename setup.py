@@ -34,6 +34,7 @@ REQUIREMENTS = [
 # Read by some, and by their tests: data sets of the hub and folders that it saved.
 DATA = ["datasets>=3"]
 REASONING_GYM = ["reasoning-gym>=0.1.25"]
+GGUF = ["gguf>=0.17", "accelerate"]  # models in GGUF files, which transformers reads with both
 
 # Exact versions of the tools that judge style, so that two machines give the same verdict.
 DEVELOPMENT = [
@@ -71,6 +72,7 @@ setup(
         "cuda": ["vllm>=0.26,<0.33"],
         "data": DATA,
         "reasoning_gym": REASONING_GYM,
+        "gguf": GGUF,
         "wandb": ["wandb"],
         "mlflow": ["mlflow-skinny"],
         "trackio": ["trackio"],

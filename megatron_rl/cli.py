@@ -85,6 +85,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     # Imported here, so that Ctrl-C during these imports is handled too.
     from megatron_rl import __version__
     from megatron_rl.commands.options import resolve_named
+    from megatron_rl.config.other_trainers import answer_command
 
     parser = argparse.ArgumentParser(prog="megatron-rl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
@@ -96,24 +97,22 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         is_named = "=" not in word and not hasattr(options, "named")
         if word.startswith("-") or is_named or "overrides" not in options:
             # `parser.error` would also print the usage of all commands.
-            parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{_suggestion(word)}\n")
+            text = "".join(f"\n  {line}" for line in answer_command(arguments[1:]))
+            text = text or _suggestion(word)
+            parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{text}\n")
         options.overrides.append(word)
     if (problem := resolve_named(options)) is not None:
-        parser.exit(2, f"megatron-rl: error: {problem}\n")
+        answers = "".join(f"\n  {line}" for line in answer_command(options.overrides))
+        parser.exit(2, f"megatron-rl: error: {problem}{answers}\n")
     return options
 
 
 def _suggestion(word: str) -> str:
     """Return a hint that names the setting which the user probably meant."""
     from megatron_rl.config import valid_keys
-    from megatron_rl.config.other_trainers import unknown_keys
 
     name, _, value = word.lstrip("-").partition("=")
-    keys = valid_keys()
-    if name not in keys:
-        for message in unknown_keys(name, value):
-            return message.removeprefix(f"{name}: unknown key")
-    for key in keys:
+    for key in valid_keys():
         if name in (key, key.rpartition(".")[2]):
             return f"; settings are given as {key}={value or 'VALUE'}"
     return "; settings are given as key=value, for example trainer.steps=5"

@@ -46,7 +46,8 @@ def inputs(kind: str, python: str) -> tuple[list[str], list[str]]:
     """Return uv's arguments for the requirements of a set, and further requirements."""
     if kind == "launcher":
         return [str(FOLDER / "launcher.in")], []
-    extras = [word for name in (kind, "dev", "data", "reasoning_gym") for word in ("--extra", name)]
+    chosen = (kind, "dev", "data", "reasoning_gym", "gguf")
+    extras = [word for name in chosen for word in ("--extra", name)]
     releases = release_set(kind, python)
     pins = [f"torch{releases.torch}", releases.vllm]
     pins += ["setuptools>=68", "wheel"]  # of the editable installation

@@ -114,10 +114,9 @@ def _rule(kind: Any, rules: list[Any]) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if isinstance(kind, type) and issubclass(kind, Section):
-        return "a mapping"
+        return "mapping"
     if get_origin(kind) in (dict, list):
-        kinds = " to ".join(_rule(one, []) for one in arguments)
-        return f"a mapping of {kinds}" if get_origin(kind) is dict else f"a list of {kinds}"
+        return "mapping" if get_origin(kind) is dict else f"list of {_rule(arguments[0], [])}"
     if hasattr(kind, "__metadata__"):  # Annotated
         return _rule(arguments[0], _flat(kind.__metadata__))
     if get_origin(kind) in (Union, UnionType):

@@ -176,7 +176,7 @@ install_requirements() {
 # Optional packages: without them their tests are skipped. Installed packages are not changed.
 install_optional() {
     local wanted
-    mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM)
+    mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM; requirements GGUF)
     pip freeze --exclude-editable >"$VENV/installed.txt"
     timed "${wanted[*]}" install --constraint "$VENV/installed.txt" "${wanted[@]}" ||
         say "not available here; see setup.log. Everything else works"

@@ -30,10 +30,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.actor import actor as actor_module
 from megatron_rl.actor import device as device_module
 from megatron_rl.actor import dry_run_kernels, gated_delta_net, layers
 from megatron_rl.actor import reference as reference_module
+from megatron_rl.actor import training as training_module
 from megatron_rl.distributed import context_attention
 from megatron_rl.distributed.topology import Topology
 
@@ -116,7 +116,7 @@ class Stage:
             yield initialise()
 
     def _patches(self, as_default: Callable[[], Any]) -> list[Patch]:
-        build_chunks = actor_module.build_chunks
+        build_chunks = training_module.build_chunks
 
         def build(*args: Any, **kwargs: Any) -> Any:
             with as_default():
@@ -126,8 +126,8 @@ class Stage:
             (device_module, "local_device", lambda: self.device),
             (device_module, "has_cuda", lambda: self.device.type == "cuda"),
             (dist, "all_gather_object", _repeat_own),
-            (actor_module, "build_chunks", build),
-            (actor_module, "load_model", _nothing),
+            (training_module, "build_chunks", build),
+            (training_module, "load_model", _nothing),
             (reference_module, "load_model", _nothing),
             (reference_module, "build_chunks", build),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", self._preprocess()),
@@ -217,13 +217,13 @@ class Stage:
 @contextlib.contextmanager
 def on_step(begin: Callable[[], object]) -> Iterator[None]:
     """Call `begin` before the optimizer's step of each update in the block."""
-    take_step = actor_module.take_step
+    take_step = training_module.take_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         begin()
         return take_step(*args, **kwargs)
 
-    with mock.patch.object(actor_module, "take_step", step):
+    with mock.patch.object(training_module, "take_step", step):
         yield
 
 

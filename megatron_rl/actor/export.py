@@ -50,7 +50,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes, text_model
 from megatron_rl.models.stored_tensors import (
     further_tensors,
     stored_places,
@@ -369,7 +369,7 @@ def begin_folder(partial: Path, source: str | Path) -> None:
     """Create a new folder with copies of all files of `source` except weights, and its templates.
 
     Layers that predict further tokens (MTP) are not loaded, so the config.json of a text model then
-    lists none; of a wrapped one they are copied.
+    lists none; of a wrapped one they are copied. It names its class, which some programs need.
     """
     if partial.exists():
         shutil.rmtree(partial)
@@ -381,8 +381,10 @@ def begin_folder(partial: Path, source: str | Path) -> None:
             shutil.copytree(path, partial / path.name)
     path = partial / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if without := {key: 0 for key in _FURTHER_TOKENS if config.get(key)}:
-        path.write_text(json.dumps(config | without, indent=2) + "\n", encoding="utf-8")
+    named = text_model(config)[0] if config and not config.get("architectures") else config
+    without = {key: 0 for key in _FURTHER_TOKENS if config.get(key)}
+    if named | without != config:
+        path.write_text(json.dumps(named | without, indent=2) + "\n", encoding="utf-8")
 
 
 def export_checkpoint(

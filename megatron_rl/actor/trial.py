@@ -10,9 +10,10 @@ from typing import Any
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_rl.actor.actor import MegatronActor, UpdateResult
+from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.digest import digest_tensors
 from megatron_rl.actor.memory import main_parameters, optimizer_parts
+from megatron_rl.actor.training import UpdateResult
 from megatron_rl.objectives.objective import PolicyObjective
 from megatron_rl.types import Minibatch
 

@@ -23,6 +23,7 @@ from megatron_rl.runtime.failures import (
     Failure,
     OtherRankError,
     RankTimeoutError,
+    describe_space,
     error_chain,
     is_full_disk,
 )
@@ -97,6 +98,8 @@ def _describe(error: Exception, place: ProcessPlace, config: Config | None) -> F
     if is_full_disk(error):
         text = f"no space left on the disk of {_full_path(error, config)}: free some; all saved "
         text += "data is intact"
+        with contextlib.suppress(OSError):
+            text += f" ({describe_space(_full_folder(config))})"
     elif is_user_error:
         text = str(error) + _origin(error)
     else:
@@ -138,6 +141,10 @@ def _full_path(error: Exception, config: Config | None) -> str:
     for each in error_chain(error):
         if getattr(each, "errno", None) in FULL and getattr(each, "filename", None):
             return str(each.filename)  # type: ignore[attr-defined]
+    return _full_folder(config)
+
+
+def _full_folder(config: Config | None) -> str:
     folders = [tempfile.gettempdir(), "/dev/shm"]
     if config is not None and config.run.name is not None:
         folders.insert(0, str(Path(config.run.dir) / config.run.name))

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.commands.ending import fail, leave
 from megatron_rl.commands.options import Commands, add_command, named, option
-from megatron_rl.commands.train import check_devices, check_installed, rank_modules
+from megatron_rl.commands.train import check_devices, check_installed, check_place, rank_modules
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
 from megatron_rl.config.loading import apply_override, read_mapping
 from megatron_rl.config.sections import HUB_NAME, ColumnsSection, expand_path
@@ -54,6 +54,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     try:
         place = join_processes()
         config = evaluation_config(options.model, options.data, options.overrides)
+        check_place(config, place)
         config, *_ = resolve_hub_names(config)  # downloads before the ranks start
         if options.output is None:
             name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -20,7 +20,7 @@ from megatron_rl.config import (
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.files import is_finished
 from megatron_rl.runtime.interruption import INTERRUPTED, Interruption, RunInterrupted
-from megatron_rl.runtime.joining import join_processes, share_cores
+from megatron_rl.runtime.joining import ALONE, ProcessPlace, join_processes, share_cores
 from megatron_rl.runtime.launcher import start_processes
 from megatron_rl.runtime.processes import (
     LAUNCHER,
@@ -64,6 +64,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         config, resolved, _ = resolve_hub_names(with_absolute_paths(config), echo=_warn)
         config, steps = _resolve_epochs(config, is_main_rank=place is None or place.rank == 0)
         arguments = [*arguments, *resolved, *steps]
+        check_place(config, place)
         if LAUNCHER not in os.environ and _is_finished(config):  # else the launcher checked it
             if place is None or place.rank == 0:
                 _print_finished(config)
@@ -84,6 +85,19 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - reported and logged; the process exits
         return fail(error, place, config)
     return leave(0)
+
+
+def check_place(config: Config, place: ProcessPlace | None) -> None:
+    """Raise ConfigError if variables of the environment give a number of ranks that does not fit.
+
+    They may be left over. torchrun and srun set other variables, too.
+    """
+    started = {LAUNCHER, "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"} & set(os.environ)
+    if place is not None and not started and (found := config.process_problems(place.world_size)):
+        raise ConfigError(
+            f"{found[0]}; their number is WORLD_SIZE={place.world_size} of the environment, beside "
+            f"RANK={place.rank}: {ALONE} if these are left over"
+        )
 
 
 def _resolve_epochs(config: Config, *, is_main_rank: bool) -> tuple[Config, list[str]]:

@@ -376,6 +376,10 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     """Apply `key.path=value` to nested plain values; raise ConfigError for any other form."""
     key, equals, text = override.partition("=")
     key = key.strip().lstrip("-")
+    if (plain := key.lstrip("+~")) != key and not unknown_keys(plain, text):
+        cure = f"write {plain}={text}" if key[0] == "+" else f"leave {plain} out"
+        raise ConfigError(f"override {override!r}: {key[0]} is Hydra's and not known here; {cure}")
+    key = plain
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form key=value, such as seed=7")
     try:
@@ -423,7 +427,9 @@ def explain(
     problems = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
-        is_here = file and key and not any(f"{key}.".startswith(f"{one}.") for one in overridden)
+        is_over = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.")
+                      for one in overridden)  # fmt: skip
+        is_here = file and key and not is_over
         line = find_line(find_file(str(file), "config"), item["loc"]) if is_here else None
         if item["type"] != "extra_forbidden":
             found = [_explain(item, model)]

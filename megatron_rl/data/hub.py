@@ -103,13 +103,28 @@ def find_snapshot(
     try:
         return find(local_files_only=False)
     except Exception as error:  # the library raises a dozen kinds
+        if (problem := _refusal(error)) is not None:
+            raise UserError(f"{kind} {repository} on the hub: {problem}") from error
         reason = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{repository} is neither in the Hugging Face cache nor can it be downloaded here "
-            f"({reason}); where there is a network, run: {cure}"
+            f"({reason}); if it has this name there, where there is a network, run: {cure}"
         ) from error
+
+
+def _refusal(error: Exception) -> str | None:
+    """Return why the hub itself refuses a repository, and the fix; None for other errors."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return "its owner has to permit it: ask on its page, and log in by hf auth login"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "it has no such revision; correct what follows @"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is none, or it is private: correct the name, or log in by hf auth login"
+    return None
 
 
 def read_hub(path: Path) -> Iterator[tuple[int, Any]]:

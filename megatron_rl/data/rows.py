@@ -5,11 +5,13 @@ By default the columns are those of DAPO-Math-17k: `prompt` (a list of chat mess
 Schema: https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k
 """
 
+import codecs
 import contextlib
 import csv
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -41,6 +43,16 @@ _TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
 _LFS = b"version https://git-lfs"
 PROMPT = ColumnsSection().prompt  # the default column
 CONVERSATIONS = ("messages", "conversations")  # columns that are read in place of the default
+# The first bytes of files of other kinds.
+_MAGIC = {
+    b"PAR1": ("a parquet file", "rename it to end with .parquet"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"),
+                    ("an Arrow file", "give the folder that datasets saved")),
+    b"SQLite format 3": ("a database", "export the rows as .jsonl"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "extract it, or save it as .csv"),
+    **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd"),
+                    ("compressed", "decompress it first")),
+}  # fmt: skip
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -60,10 +72,14 @@ def check_prompt_file(
     bad_rows: Literal["error", "skip"] = "error",
     system_prompt: str | None = None,
     conversations: bool = False,
+    setting: str = "data.columns",
 ) -> None:
-    """Raise UserError if a file cannot be read, lacks a column, or has a malformed first row."""
+    """Raise UserError if a file cannot be read, lacks a column, or has a malformed first row.
+
+    setting: what has the file's columns.
+    """
     path = Path(path)
-    rows = read_rows(path, columns, conversations=conversations)
+    rows = read_rows(path, columns, conversations=conversations, setting=setting)
     for number, row in itertools.islice(rows, FIRST_ROWS):
         if bad_rows == "error":
             try:
@@ -95,17 +111,22 @@ def name_row(path: Path, number: int) -> str:
 
 
 def read_rows(
-    path: Path, columns: ColumnsSection, *, conversations: bool = False
+    path: Path,
+    columns: ColumnsSection,
+    *,
+    conversations: bool = False,
+    setting: str = "data.columns",
 ) -> Iterator[tuple[int, PlainRow]]:
     """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
 
     conversations: rows end with the assistant's answer, and need no ground truth.
+    setting: what has the columns, for errors.
     Raises ValueError if the file is missing, of another kind, damaged, empty or lacks a column.
     """
     empty = True
     for number, row in _reader_of(path)(path):
         if empty and isinstance(row, dict):
-            _check_columns(list(row), columns, path, conversations=conversations)
+            _check_columns(list(row), columns, path, conversations=conversations, setting=setting)
             empty = False
         yield number, clean(row)
     if empty:
@@ -125,12 +146,42 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
             f"{path}: prompts are read from .parquet, .jsonl (one JSON object a line) or .csv "
             "(with a header) by the name's ending; rename or convert the file"
         )
-    with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
-            raise UserError(
-                f"{path} is a Git LFS pointer instead of the rows; fetch them with git lfs pull"
-            )
+    if (problem := _other_kind(path)) is not None:
+        raise UserError(f"{path} {problem}")
     return readers[path.suffix]
+
+
+def _other_kind(path: Path) -> str | None:
+    """Return what a file is, by its first bytes, if that is another kind than its name ends with.
+
+    No row of it could be read, so leaving out malformed rows would be no cure.
+    """
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(_LFS):
+        return "is a Git LFS pointer instead of the rows; fetch them with git lfs pull"
+    for magic, (kind, cure) in _MAGIC.items():
+        if start.startswith(magic) and (path.suffix, kind) != (".parquet", "a parquet file"):
+            return f"is {kind}, in spite of its name; {cure}"
+    first = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if path.suffix == ".parquet" or start.startswith(_UTF16):
+        return None
+    if first == b"<":
+        return "is a page in HTML or XML, such as one of an error; download the file itself again"
+    if path.suffix == ".csv":
+        return None
+    if first == b"[":
+        return (
+            "is one JSON array, and not one JSON object a line; convert it: python -c "
+            f"\"import json; [print(json.dumps(row)) for row in json.load(open('{path.name}'))]\" "
+            "> rows.jsonl"
+        )
+    if re.match(rb"\s*\{\s*[\r\n]", start.removeprefix(codecs.BOM_UTF8)):
+        return (
+            "has JSON over several lines, and not one JSON object a line; write each object on "
+            "one line"
+        )
+    return None
 
 
 def parse_row(
@@ -240,7 +291,7 @@ def _parse_conversation(
 ) -> tuple[Message, ...]:
     """Return the messages of a row of conversations, which end with the assistant's."""
     completion = _find(row, columns.completion)
-    names = [columns.prompt]
+    names = [columns.prompt, *CONVERSATIONS, PROMPT]  # data.columns may be those of eval.sets
     if columns.prompt == PROMPT:  # some data sets have the question alone next to the conversation
         names = [*CONVERSATIONS, PROMPT] if completion is None else [PROMPT, *CONVERSATIONS]
     key = next((name for name in names if _find(row, name) is not None), columns.prompt)
@@ -391,21 +442,21 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_columns(
-    names: list[str], columns: ColumnsSection, path: Path, *, conversations: bool
+    names: list[str], columns: ColumnsSection, path: Path, *, conversations: bool, setting: str
 ) -> None:
     prompt = columns.prompt
-    if conversations and prompt == PROMPT and prompt not in names:
-        prompt = next((name for name in CONVERSATIONS if name in names), prompt)
+    if conversations and not {prompt, prompt.split(".")[0]} & set(names):
+        prompt = next((name for name in (*CONVERSATIONS, PROMPT) if name in names), prompt)
     answer = None if conversations else columns.answer
     named = prompt, answer, columns.source, columns.tools
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
         known = "question" if prompt in missing else prompt
+        further = "completion" if conversations else "answer"
         raise UserError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set, as an "
-            f"example, data.columns={{prompt: {known}, answer: answer}}, or columns of one set "
-            "(docs/prompts.md)"
+            f"example, {setting}={{prompt: {known}, {further}: answer}} (docs/prompts.md)"
         )
 
 

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 from megatron_rl.errors import UserError
@@ -86,7 +87,39 @@ def check_tokenizer_files(tokenizer: Any, folder: Path) -> None:
     file = folder / "tokenizer.json"
     problems = _differences(tokenizer, file) if file.is_file() else _losses(tokenizer)
     if problem := next(problems, None):
-        raise UserError(f"{folder}: {problem}")
+        cure = _CURE if file.is_file() else ""
+        raise UserError(f"{folder}: {problem}{cure}")
+
+
+_CURE = (
+    "; the policy would get other tokens than those it was trained with: correct what changes them "
+    "in tokenizer_config.json (added_tokens_decoder, split_special_tokens, ...), or copy "
+    "tokenizer.json and tokenizer_config.json again from the published model"
+)
+
+
+def describe_other_reader(folder: str | Path) -> str | None:
+    """Explain that AutoTokenizer reads a folder otherwise than `load_tokenizer`; None if it agrees.
+
+    Its class for the model's type may replace the rules of tokenizer.json.
+    """
+    from transformers import AutoTokenizer
+
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        other = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        problem = next(_differences(other, file), None)
+    except Exception as error:  # noqa: BLE001 - the libraries raise many kinds
+        problem = f"AutoTokenizer cannot read it ({(str(error).splitlines() or [''])[0]})"
+    if problem is None:
+        return None
+    return (
+        f"AutoTokenizer does not read {folder} as it is trained: "
+        f"{shorten(problem, 200, placeholder=' ...')}; programs that use it "
+        "give the model other tokens: load the tokenizer by transformers.PreTrainedTokenizerFast"
+    )
 
 
 def _differences(tokenizer: Any, file: Path) -> Iterator[str]:
@@ -97,26 +130,18 @@ def _differences(tokenizer: Any, file: Path) -> Iterator[str]:
     reference.no_truncation()  # as transformers does, unless it is asked to cut or pad
     reference.no_padding()
     name = type(tokenizer).__name__
-    cure = (
-        "; the policy would get other tokens than those it was trained with: correct what "
-        "changes them in tokenizer_config.json (added_tokens_decoder, split_special_tokens, ...), "
-        "or copy tokenizer.json and tokenizer_config.json again from the published model"
-    )
     tokens = _tokens_to_compare(tokenizer, reference)
     for text in (*TEXTS, *(f"{token} a {token}\n{token}b" for token in tokens)):
         for whole in (False, True):  # with what the tokenizer adds to a text, such as BOS
             theirs = reference.encode(text, add_special_tokens=whole).ids
             ours = tokenizer(text, add_special_tokens=whole)["input_ids"]
             if ours != theirs:
-                yield f"{name} encodes {text!r} to {ours}, but tokenizer.json to {theirs}{cure}"
+                yield f"{name} encodes {text!r} to {ours}, but tokenizer.json to {theirs}"
         for skip in (False, True):
             expected = reference.decode(theirs, skip_special_tokens=skip)
             found = tokenizer.decode(theirs, skip_special_tokens=skip)
             if found != expected:
-                yield (
-                    f"{name} decodes {theirs} to {found!r}, but tokenizer.json to {expected!r}"
-                    f"{cure}"
-                )
+                yield f"{name} decodes {theirs} to {found!r}, but tokenizer.json to {expected!r}"
 
 
 def _tokens_to_compare(tokenizer: Any, reference: Any) -> list[str]:

@@ -241,15 +241,13 @@ class StragglerBarrier:
         self._store.add("all", done - reported)
         self._last_report = (time.monotonic(), done)
 
-    def with_progress(
-        self, on_progress: Callable[[int, int], None] | None
-    ) -> Callable[[int, int], None]:
-        """Return a callback that calls `advance`, then `on_progress`."""
+    def with_progress(self, on_progress: Callable[..., None] | None) -> Callable[..., None]:
+        """Return a callback that calls `advance`, then `on_progress` with all its arguments."""
 
-        def report(done: int, total: int) -> None:
+        def report(done: int, total: int, *further: int) -> None:
             self.advance(done, total)
             if on_progress is not None:
-                on_progress(done, total)
+                on_progress(done, total, *further)
 
         return report
 

@@ -135,6 +135,7 @@ class Conversations:
             run_requests(self._begin(), on_finished=self.add_turn, further=self)
         finally:
             if self.settings.pool is not None:
+                self.settings.pool.report_failures()
                 for position in self._open:  # after an error, or a request to stop
                     self.settings.pool.end(position)
         return self.finished.own
@@ -265,8 +266,9 @@ class Conversations:
                 kind, text = "failed", f"returned what cannot follow: {error}"
         if pool.settings.on_error == "end":
             raise BrokenEnvironmentError(f"{pool.settings.name} {text}")
-        pool.note(text)
-        return EnvironmentFailure(kind, text)
+        failure = EnvironmentFailure(kind, f"{pool.settings.name} {text}")
+        pool.count(failure)
+        return failure
 
     def _continue(
         self, position: int, answer: Answer | EnvironmentFailure

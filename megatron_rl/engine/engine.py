@@ -13,7 +13,8 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
-ProgressCallback = Callable[[int, int], None]  # finished and total responses of this engine
+ProgressCallback = Callable[[int, int, int], None]
+"""Receives finished and total responses of this engine, and the tokens that it has generated."""
 OnFinished = Callable[[int, Response], None]  # position among all responses, response
 
 

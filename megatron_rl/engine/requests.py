@@ -307,6 +307,7 @@ class FinishedResponses:
     masks: EngineSamplingMasks | None = None
     own: list[Generated] = field(default_factory=list)
     _num_finished: int = 0
+    _finished_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.routes is not None:
@@ -314,16 +315,23 @@ class FinishedResponses:
 
     def add(self, position: int, output: Any) -> None:
         """Add vLLM's output of the request at `position`."""
-        self._keep(position, lambda: self._generated(position, output))
+        tokens = len(output.outputs[0].token_ids)
+        self._keep(position, lambda: self._generated(position, output), tokens)
 
     def keep(self, generated: Generated) -> None:
         """Add a response that is complete."""
-        self._keep(generated.position, lambda: generated)
+        self._keep(generated.position, lambda: generated, len(generated.token_ids))
 
-    def _keep(self, position: int, build: Callable[[], Generated]) -> None:
-        self._num_finished += 1
+    def show(self, core: Any = None) -> None:
+        """Report progress, also of the requests that run in vLLM's LLMEngine `core`."""
         if self.on_progress is not None:
-            self.on_progress(self._num_finished, self.expected)
+            running = 0 if core is None else count_running_tokens(core)
+            self.on_progress(self._num_finished, self.expected, self._finished_tokens + running)
+
+    def _keep(self, position: int, build: Callable[[], Generated], tokens: int) -> None:
+        self._num_finished += 1
+        self._finished_tokens += tokens
+        self.show()
         rank, ranks = self.share
         if position % ranks == rank:
             self.own.append(build())
@@ -394,6 +402,7 @@ def run_requests(
     stall_limit: float,
     on_finished: Finished,
     on_step: Callable[[], object] = lambda: None,
+    on_running: Callable[[Any], object] = lambda core: None,
     should_stop: Callable[[], bool] = lambda: False,
     further: FurtherRequests | None = None,
     lora_request: Any = None,
@@ -401,6 +410,7 @@ def run_requests(
     """Run all requests and call `on_finished(position, vLLM's RequestOutput)` as each finishes.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
+    on_running: called with `core` every few steps.
     further: a source of requests that start between steps, until it waits for nothing.
     lora_request: vLLM's LoRARequest of the adapters that all requests use; None: of none.
     All ranks of the engine raise together, which leaves it idle: TimeoutError after `stall_limit`
@@ -420,6 +430,7 @@ def run_requests(
                 if not running or steps % POLL_INTERVAL_STEPS == 0:
                     failure = failure or (further.failure if further is not None else None)
                     limits.check(failure, should_stop(), finished, finished + len(running))
+                    on_running(core)
                 steps += 1
                 on_step()
                 if further is not None and further.is_waiting:
@@ -442,6 +453,12 @@ def run_requests(
         # Requests left in the queue would come back as results of the next call.
         core.abort_request(list(running))
         raise
+
+
+def count_running_tokens(core: Any) -> int:
+    """Count the tokens that unfinished requests have generated."""
+    states = core.output_processor.request_states.values()
+    return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
 
 
 def _add(

@@ -14,6 +14,7 @@ states.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import secrets
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 from unittest import mock
@@ -260,7 +262,9 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
             _register_model(shape.architecture)
         if shape.delta is not None and topology.device.type == "cpu":
             use_own_core()
-        arguments = arguments | _tokenizer_arguments(tokenizer) | _text_arguments(shape)
+        arguments = (
+            arguments | _tokenizer_arguments(tokenizer) | _text_arguments(arguments["model"], shape)
+        )
         with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
@@ -270,9 +274,13 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
     return llm
 
 
-def _text_arguments(shape: ModelShape) -> dict[str, Any]:
-    """Let vLLM construct the text model alone of a model that also has a vision tower."""
-    if shape.wrapper is None:
+def _text_arguments(folder: str, shape: ModelShape) -> dict[str, Any]:
+    """Let vLLM construct the text model alone of a model that also has a vision tower.
+
+    Also where config.json names no class: vLLM would take the one without an output layer.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    if shape.wrapper is None and config.get("architectures"):
         return {}
 
     def text_config(config: Any) -> Any:

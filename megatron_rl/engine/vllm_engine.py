@@ -223,9 +223,9 @@ class VllmEngine:
             if not self._partial.paused:
                 self._llm.reset_prefix_cache()
             if further is not None:
-                return further.run(self._run)
+                return further.run(partial(self._run, on_running=finished.show))
             requests = sampling_requests(own, samples=samples, stop=self._stop)
-            self._run(requests, on_finished=finished.add)
+            self._run(requests, on_finished=finished.add, on_running=finished.show)
             return finished.own
 
         generated = self._gather(run, on_all_ranks=on_all_ranks)

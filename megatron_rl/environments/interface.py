@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import load_verifier
-from megatron_rl.rewards.worker import MAX_TEXT, as_number, format_value
+from megatron_rl.rewards.worker import LARGEST_REWARD, MAX_TEXT, as_number, format_value
 from megatron_rl.texts import clean
 
+MOST_MESSAGES = 10_000  # of an observation, which are rendered while other turns are generated
 _ROLES = ("user", "tool", "system", "developer", "ipython")
 FailureKind = Literal["timed_out", "failed", "rewritten", "lost"]
 FAILURE_REASONS: dict[FailureKind, str] = {  # of the reward 0 of such a conversation
@@ -156,27 +157,35 @@ def read_answer(value: Any, *, name: str) -> dict[str, Any]:
     if value.reward is not None and reward is None:
         raise TypeError(
             f"{name} returned the reward {format_value(value.reward)}; return a finite "
-            "number, or None"
+            f"number, or None; numbers are between {-LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
         )
-    flags = isinstance(value.done, bool) and isinstance(value.restarts, bool)
-    if not flags or not isinstance(value.reason, str) or len(value.reason) > MAX_TEXT:
+    done, restarts = as_flag(value.done), as_flag(value.restarts)
+    is_text = isinstance(value.reason, str) and len(value.reason) <= MAX_TEXT
+    if done is None or restarts is None or not is_text:
         raise TypeError(
             f"{name} returned done={format_value(value.done)}, "
             f"restarts={format_value(value.restarts)} and reason={format_value(value.reason)}; "
             f"return True or False twice, and a text of at most {MAX_TEXT:,} characters"
         )
-    roles = (*_ROLES, "assistant") if value.restarts else _ROLES
+    roles = (*_ROLES, "assistant") if restarts else _ROLES
     observation = _read_observation(value.observation, name=name, roles=roles)
     fields: dict[str, Any] = {
-        "observation": observation, "reward": reward, "done": value.done,
+        "observation": observation, "reward": reward, "done": done,
     }  # fmt: skip
     if value.token_ids is not None:
         fields["token_ids"] = _read_tokens(value.token_ids, name=name)
-    if value.restarts and not value.done:
+    if restarts and not done:
         fields["restarts"] = True
         if not (observation if value.token_ids is None else value.token_ids):
             raise TypeError(f"{name} returned restarts=True without an observation; return one")
     return fields | {"reason": clean(value.reason)}
+
+
+def as_flag(value: Any) -> bool | None:
+    """Convert a Boolean, also a NumPy or torch scalar, to bool; None for other values."""
+    if not isinstance(value, bool) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return value if isinstance(value, bool) else None
 
 
 def _read_tokens(value: Any, *, name: str) -> list[int]:
@@ -206,11 +215,10 @@ def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | l
             f"{name} returned the observation {format_value(value)}; return a text, or a list of "
             f"messages as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
         )
-    characters = sum(len(message["content"]) for message in messages)
-    if characters > MAX_TEXT:
+    if len(messages) > MOST_MESSAGES:
         raise TypeError(
-            f"{name} returned an observation of {characters:,} characters; shorten it to at most "
-            f"{MAX_TEXT:,}, and better to what the model's context can take"
+            f"{name} returned an observation of {len(messages):,} messages; return at most "
+            f"{MOST_MESSAGES:,}"
         )
     try:
         json.dumps(messages, allow_nan=False)
@@ -219,8 +227,29 @@ def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | l
             f"{name} returned messages that JSON cannot contain: {error}; use texts, finite "
             "numbers, lists and dicts"
         ) from error
+    characters = sum(
+        (len(key) if key != "content" else 0) + count_characters(one)
+        for message in messages for key, one in message.items() if key != "role"
+    )  # fmt: skip
+    if characters > MAX_TEXT:
+        raise TypeError(
+            f"{name} returned an observation of {characters:,} characters; shorten it to at most "
+            f"{MAX_TEXT:,} in all keys of its messages, and better to what the model's context can "
+            "take"
+        )
     cleaned: str | list[dict[str, Any]] = clean(value)
     return cleaned
+
+
+def count_characters(value: Any) -> int:
+    """Return the characters of all texts and numbers in a value of JSON; 1 for a bracket."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 1 + sum(len(str(key)) + count_characters(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(count_characters, value))
+    return len(str(value))
 
 
 def _is_message(value: Any, roles: Sequence[str]) -> bool:

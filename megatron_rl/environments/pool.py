@@ -12,12 +12,13 @@ from typing import Any
 
 from megatron_rl.config.sections import EnvironmentSection, WorkersSection
 from megatron_rl.environments.interface import (
+    FAILURE_REASONS,
     Answer,
     BrokenEnvironmentError,
     EnvironmentFailure,
     TurnTokens,
 )
-from megatron_rl.workers.client import Workers
+from megatron_rl.workers.client import FailureCounts, Workers
 
 Result = tuple[int, Answer | EnvironmentFailure]
 
@@ -36,6 +37,7 @@ class EnvironmentPool(Workers):
         echo: Callable[[str], object] | None = None,
     ) -> None:
         self.settings, workers = settings, workers or WorkersSection()
+        self._failures = FailureCounts()  # since the last `report_failures`
         self.answered = 0  # total number of results, to detect progress
         self._numbers = itertools.count()
         self._journal: Path | None = None
@@ -107,10 +109,20 @@ class EnvironmentPool(Workers):
         del self._places[key]
         self.write({"end": key})
 
+    def count(self, failure: EnvironmentFailure) -> None:
+        """Count a failure for `report_failures`."""
+        self._failures.add(f"conversations: {FAILURE_REASONS[failure.kind]}", failure.text)
+
+    def report_failures(self) -> None:
+        """Print how many conversations have failed since the last call, and why, by kind."""
+        for line in self._failures.pop_lines():
+            self.note(line)
+
     def _result(self, message: dict[str, Any]) -> Answer | EnvironmentFailure:
         if "answer" in message:
             return Answer(**message["answer"])
         failure = EnvironmentFailure(message["failure"], message["text"])
+        self.count(failure)
         if failure.kind in ("failed", "rewritten") and self.settings.on_error == "end":
             raise BrokenEnvironmentError(failure.text)
         return failure

@@ -160,13 +160,18 @@ def model_fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            if size <= SAMPLE * SAMPLES:
-                digest.update(stream.read())
-                continue
-            for index in range(SAMPLES):
-                stream.seek((size - SAMPLE) * index // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE))
+        add_samples(file, digest)
     return digest.hexdigest()
+
+
+def add_samples(file: Path, digest: "hashlib._Hash") -> None:
+    """Add the name, the size and samples of a weights file to a digest."""
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}".encode())
+    with file.open("rb") as stream:
+        if size <= SAMPLE * SAMPLES:
+            digest.update(stream.read())
+            return
+        for index in range(SAMPLES):
+            stream.seek((size - SAMPLE) * index // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE))

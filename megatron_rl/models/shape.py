@@ -325,9 +325,12 @@ _OF_WRAPPER = ("text_config", "vision_config", "architectures", "model_type")
 def text_model(config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return the config.json of the text model, and the class that wraps it with a vision tower.
 
-    A config.json of a text model is returned as it is, with None. Embeddings are tied as the
-    wrapper's own key says, as in transformers.
+    A config.json of a text model is returned with None; without `architectures` it gets the one
+    that transformers takes for its model_type. Embeddings are tied as the wrapper's own key says,
+    as in transformers.
     """
+    if not config.get("architectures") and config.get("model_type") in TEXT_MODELS:
+        return config | {"architectures": [TEXT_MODELS[config["model_type"]]]}, None
     names, text = config.get("architectures"), config.get("text_config")
     wrapper = names[0] if isinstance(names, list) and names else None
     if wrapper not in _WRAPPERS or not isinstance(text, dict):

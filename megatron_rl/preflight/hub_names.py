@@ -1,17 +1,20 @@
-"""Resolution of Hugging Face hub names of models and data sets to files on this machine.
+"""Resolution of Hugging Face hub names and GGUF files to folders on this machine.
 
 A run stores the resolved names: a model's folder in the cache, whose name is the commit, and a data
-set's name with its commit. A resumed run uses the commits that it started with.
+set's name with its commit. A resumed run uses the commits that it started with. A model in a GGUF
+file becomes the folder into which it was read.
 """
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.config import Config, load_config, parse_config, set_dotted
+from megatron_rl.config import Config, ConfigError, load_config, parse_config, set_dotted
 from megatron_rl.config.loading import MODELS
 from megatron_rl.config.sections import HUB_NAME
 from megatron_rl.data.hub import HubSet, find_snapshot, is_on_hub
+from megatron_rl.errors import UserError
+from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf
 
 
 def resolve_hub_names(
@@ -20,9 +23,10 @@ def resolve_hub_names(
     """Return the config with hub names resolved, equal overrides for other processes, problems.
 
     Names that cannot be resolved are unchanged; the checks that follow report them.
-    echo: receives a line before each download.
+    echo: receives a line before each download. Raises ConfigError for an unusable GGUF file.
     """
-    resolved, problems = {}, []
+    resolved = {key: str(folder) for key, folder in _read_gguf_files(config, echo=echo).items()}
+    problems = []
     earlier = _earlier_names(config)
     for key, name in _names(config).items():
         try:
@@ -47,6 +51,18 @@ def resolve_hub_names(
     pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
     overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
     return parse_config(values), overrides, problems
+
+
+def _read_gguf_files(config: Config, *, echo: Callable[[str], object]) -> dict[str, Path]:
+    """Return the folders of models that are GGUF files, reading those that were not read before."""
+    folders, cache = {}, Path(config.run.dir) / "gguf"  # for files in a folder without permission
+    for key, name in _names(config).items():
+        try:
+            if is_model(key) and (file := find_gguf(name)) is not None:
+                folders[key] = folder_of_gguf(file, echo=echo, or_in=cache)
+        except UserError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    return folders
 
 
 def is_model(key: str) -> bool:

@@ -124,9 +124,14 @@ def _loss_function_problems(config: Config) -> list[str]:
 def _read_model(path: str, problems: list[str], *, key: str = "model.path") -> ModelShape | None:
     """Read the model's shape; return None after adding a problem."""
     if not Path(path).is_dir():
-        hint = hub_problem(path) or (
+        as_name, name = hub_problem(path), Path(path).name.partition("@")[0]
+        hint = (
             "give a local Hugging Face model folder (config.json, *.safetensors, tokenizer files)"
         )
+        if as_name is not None:  # models/Qwen2.5-0.5B may be either
+            hint = (
+                f"{as_name}; for a folder of this name: hf download OWNER/{name} --local-dir {path}"
+            )
         problems.append(f"{key}: {Path(path).absolute()} is not a folder; {hint}")
         return None
     try:
@@ -320,6 +325,7 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
                 conversations=key in config.conversation_files,
+                setting="data.columns" if key == "data.train" else f"{key}.columns",
             )
         except ValueError as error:
             problems.append(f"{key}: {error}")

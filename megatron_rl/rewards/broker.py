@@ -73,7 +73,9 @@ class VerifierBroker(Broker):
                     self.emit({"key": task.key, "answer": answer})
             elif not self._take_back(tasks, if_single=unit.calls > 1):
                 self.emit({"key": tasks[0].key, "answer": answers})
-            if not reply["is_last"] and not tasks[0].is_alone and unit.calls < MOST_CALLS:
+            # Temporary files of a call go with its process.
+            is_last = reply["is_last"] or tasks[0].is_alone or unit.has_left_files
+            if not is_last and unit.calls < MOST_CALLS:
                 self._idle.append(unit)
                 unit = None
         except OverTimeError:

@@ -16,8 +16,9 @@ from typing import Any
 from megatron_rl.config.sections import RewardSection, WorkersSection
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.verifier import FAILED, MATH_ANSWER, TIME_LIMIT, Item, VerifierError
+from megatron_rl.rewards.worker import LARGEST_REWARD, as_number, format_value
 from megatron_rl.types import GradeResult
-from megatron_rl.workers.client import Workers
+from megatron_rl.workers.client import FailureCounts, Workers
 
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # delay before each retry
 ALIVE_SECONDS = 10.0  # without a sign of life from the manager of the workers
@@ -114,7 +115,8 @@ class GradingSession:
         self._order: list[int] = []
         self._attempts: Counter[int] = Counter()  # failed ones, by place
         self._delayed: list[tuple[float, int, Item]] = []  # the time of the next attempt
-        self._failures: list[str] = []  # that did not end the session
+        self._failures = FailureCounts()  # those that did not end the session
+        self._causes = FailureCounts()  # the same by kind, and calls over the time limit
         pool.write({"renew": True})
 
     def submit(self, place: int, item: Item) -> None:
@@ -143,9 +145,8 @@ class GradingSession:
             now = time.monotonic()
             wait = min([_LOOK_SECONDS, *(max(one[0] - now, 0.0) for one in self._delayed)])
             self._receive(wait)
-        if self._failures:
-            count = len(self._failures)
-            self._pool.note(f"{count} grades failed; the first: {self._failures[0]}")
+        for line in (*self._causes.pop_lines(), *self._failures.pop_lines()):
+            self._pool.note(line)
         return {place: self._results[place] for place in self._order}
 
     def _send(self, place: int, item: Item) -> None:
@@ -175,24 +176,36 @@ class GradingSession:
     def _on_message(self, place: int, item: Item, message: dict[str, Any]) -> None:
         what = self._describe(place, item)
         if "is_late" in message:
+            limit = f"{self._pool.settings.time_limit_seconds:g} s"
+            self._causes.add("responses: time limit", f"{what}: it took longer than {limit}")
             self._keep(place, GradeResult(0.0, TIME_LIMIT, None))
         elif "died" in message:
-            self._fail(place, item, f"{what}: its process died twice, {message['died']}")
+            self._fail(
+                place,
+                item,
+                "responses: its process died",
+                f"{what}: its process died twice, {message['died']}",
+            )
         elif isinstance(message["answer"], dict):
-            self._fail(place, item, f"{what}:\n{message['answer']['error']}")
+            self._fail(
+                place,
+                item,
+                "responses: the verifier failed",
+                f"{what}:\n{message['answer']['error']}",
+            )
         else:
             reward, reason, extracted = message["answer"]
             try:
                 reward, rewards = self._pool.named.add_up(reward)
             except ValueError as error:
-                self._fail(place, item, f"{what}:\n{error}")
+                self._fail(place, item, "responses: the verifier failed", f"{what}:\n{error}")
             else:
                 self._keep(place, GradeResult(reward, reason, extracted, rewards=rewards))
 
     def _keep(self, place: int, grade_result: GradeResult) -> None:
         self._results[place] = replace(grade_result, retries=self._attempts[place])
 
-    def _fail(self, place: int, item: Item, why: str) -> None:
+    def _fail(self, place: int, item: Item, kind: str, why: str) -> None:
         if self._on_error == "end":
             raise VerifierError(why)
         if self._on_error == "retry":
@@ -203,7 +216,8 @@ class GradingSession:
             self._attempts[place] += 1
         else:
             self._keep(place, GradeResult(0.0, FAILED, None))
-        self._failures.append(why)
+        self._failures.add("grades failed", why)
+        self._causes.add(kind, why)
 
     def _describe(self, place: int, item: Item) -> str:
         return (
@@ -236,9 +250,14 @@ class NamedRewards:
         if not isinstance(reward, Mapping):
             return reward, {}
         # Exactly rounded, so that the order of the names does not matter.
-        total = math.fsum(self._weights.get(name, 1.0) * value for name, value in rewards.items())
-        if not math.isfinite(total):
-            raise UserError(f"the weighted sum of {self._verifier}'s rewards {rewards} overflows")
+        products = [self._weights.get(name, 1.0) * value for name, value in rewards.items()]
+        # nan and inf are no summands: fsum would raise an error of its own.
+        total = math.fsum(products) if all(map(math.isfinite, products)) else math.nan
+        if as_number(total) is None:
+            raise UserError(
+                f"the weighted sum of {self._verifier}'s rewards {format_value(rewards)} is above "
+                f"{LARGEST_REWARD:g}; return smaller ones, or lower reward.weights"
+            )
         return total, rewards
 
     def _describe_difference(self, names: list[str]) -> str:

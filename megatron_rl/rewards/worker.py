@@ -24,6 +24,8 @@ from megatron_rl.workers.template import describe_error, ending_forks
 Answer = list[Any] | dict[str, str]  # [reward, reason, answer], or {"error": description}
 MAX_TEXT = 1_000_000  # characters that are returned to the trainer
 _LONGEST_VALUE = 120  # characters of a wrong return value that an error repeats
+LARGEST_REWARD = 1e30  # sums and differences of rewards stay in float32's range, which ends at 3e38
+_MOST_NAMES, _LONGEST_NAME = 100, 100  # of rewards that a verifier returns by name
 _OTHER_LIBRARIES = {"completions": "TRL", "solution_str": "verl"}  # a parameter of their rewards
 
 
@@ -147,9 +149,10 @@ def read_grade(value: Any, *, name: str) -> list[Any]:
             return [reward, clean(reason), clean(answer)]
     raise TypeError(
         f"{name} returned {format_value(value)}; return the reward, a finite number, or a tuple "
-        "(reward, reason, answer): that number, a text, and a text or None. Several rewards are a "
-        'dictionary in place of the number, as {"correct": 1.0, "format": 0.5}; names are letters, '
-        f'digits and _, and not "{SHAPED}"'
+        "(reward, reason, answer): that number, a text, and a text or None. Numbers are between "
+        f"{-LARGEST_REWARD:g} and {LARGEST_REWARD:g}. Several rewards are a dictionary in place of "
+        'the number, as {"correct": 1.0, "format": 0.5}; names are letters, digits and _, and not '
+        f'"{SHAPED}", at most {_MOST_NAMES} of at most {_LONGEST_NAME} characters'
     )
 
 
@@ -159,22 +162,27 @@ def _as_reward(value: Any) -> float | dict[str, float] | None:
         return as_number(value)
     rewards = {name: as_number(one) for name, one in value.items() if _is_name(name)}
     known = {name: one for name, one in rewards.items() if one is not None}
-    return known if value and len(known) == len(value) else None
+    return known if value and len(known) == len(value) <= _MOST_NAMES else None
 
 
 def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z]\w*", name)) and name != SHAPED
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or name == SHAPED:
+        return False
+    return bool(re.fullmatch(r"[A-Za-z]\w*", name))
 
 
 def as_number(value: Any) -> float | None:
-    """Convert a finite number, also a NumPy or torch scalar, to float; None for other values."""
+    """Convert a number, also a NumPy or torch scalar, to float; None for other values.
+
+    Numbers that are not finite, or larger than `LARGEST_REWARD`, are such values.
+    """
     try:
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             value = value.item()
         number = float(value) if isinstance(value, numbers.Real) else math.nan
     except Exception:  # noqa: BLE001 - an integer that is too large, or an object's own
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST_REWARD else None  # also for nan
 
 
 def _parameters(verifier: Any) -> list[str]:

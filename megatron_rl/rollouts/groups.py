@@ -146,7 +146,8 @@ def _advantages(
 ) -> np.ndarray:
     """Advantages of rollouts in group order; [groups, responses to each] float32."""
     size = config.rollout.responses_per_prompt
-    grouped = torch.tensor(rewards).view(-1, size)
+    # float64: float32 has no room for the squares of rewards from 1e19 on.
+    grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, size)
     lost = torch.tensor([rollout.response.finish_reason == "lost" for rollout in rollouts])
     return advantages_without(lost.view_as(grouped), grouped, config.advantage).float().numpy()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.objectives import build_objective
 from megatron_rl.resharding.push import SyncStats
+from megatron_rl.rewards.worker import LARGEST_REWARD, as_number
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -382,8 +382,11 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     prompt_ids, text, reward = source.token_ids, row["response"], row["reward"]
     if not isinstance(text, str):
         raise UserError(f"response must be a text, got {text!r:.80}")
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise UserError(f"reward is {reward!r}: it must be a finite number")
+    if not isinstance(reward, int | float) or as_number(reward) is None:
+        raise UserError(
+            f"reward is {reward!r}: it must be a finite number, between {-LARGEST_REWARD:g} and "
+            f"{LARGEST_REWARD:g}"
+        )
     ending = row.get("finish_reason")
     tokens = row.get("token_ids")
     if tokens is None:
@@ -474,10 +477,10 @@ def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
 
 
 def _turn_rewards(rewards: Sequence[float], turns: int) -> list[float]:
-    if len(rewards) not in (0, turns) or not all(map(math.isfinite, rewards)):
+    if len(rewards) not in (0, turns) or None in map(as_number, rewards):
         raise UserError(
-            f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a finite number "
-            "for each, or none"
+            f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a number "
+            f"of at most {LARGEST_REWARD:g} for each, or none"
         )
     return list(rewards)
 

@@ -16,7 +16,12 @@ from megatron_rl.data.prompts import (
     write_prompts,
 )
 from megatron_rl.data.rows import FIRST_ROWS, count_rows, name_row
-from megatron_rl.data.tokenizer import describe_outside, describe_raw, load_tokenizer
+from megatron_rl.data.tokenizer import (
+    describe_other_reader,
+    describe_outside,
+    describe_raw,
+    load_tokenizer,
+)
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
 from megatron_rl.types import Prompt
@@ -44,6 +49,8 @@ def read_sets(
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from error
     if config.data.template == "raw" and (note := describe_raw(tokenizer, config.model.path)):
+        echo(note)
+    if (note := describe_other_reader(config.model.path)) is not None:
         echo(note)
     # New names: another node may still see an older file of this name, or its size.
     tables = {key: folder / f"{uuid.uuid4()}.arrow" for key in files}

@@ -2,7 +2,8 @@
 
 runs/NAME/config.yaml        the resolved config
           id                 random id of the run, stored in its checkpoints
-          starts.jsonl       time, version, command and finished steps of every start
+          starts.jsonl       time, releases, command and finished steps of every start
+          saves.jsonl        step of every checkpoint that was saved or could not be, and of resumes
           changes.jsonl      settings and inputs that a resumed run changed, after which step
           inputs.json        digests of prompts, user code and models at the last start
           schedule.jsonl     steps at which the groups trained in each step were generated
@@ -24,6 +25,7 @@ runs/NAME/config.yaml        the resolved config
           *_is_behind        last step that a failing logger has received
 """
 
+import contextlib
 import json
 import math
 import os
@@ -49,6 +51,7 @@ from megatron_rl.runs.files import (
     TIMELINE,
     append_row,
     atomic_write_text,
+    changed_releases,
     describe_start,
     evaluation_scores,
     flush_to_disk,
@@ -106,6 +109,7 @@ class RunDirectory:
         self.log_file = self.path / "log.txt"
         self.schedule_file = self.path / "schedule.jsonl"
         self.timeline_file = self.path / TIMELINE
+        self.saves_file = self.path / "saves.jsonl"
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
@@ -139,11 +143,11 @@ class RunDirectory:
                 "restore them or choose another run.name:\n  " + "\n  ".join(changed)
             )
         self.checkpoints.check_formats()
-        self.check_checkpoints(load_config(self.config_file))
+        self.check_checkpoints(self._saved_config())
 
     def changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """Return the settings that differ from the last start: key -> (before, now)."""
-        saved = with_absolute_paths(load_config(self.config_file))
+        saved = with_absolute_paths(self._saved_config())
         before = flatten(saved.model_dump())
         now = flatten(with_absolute_paths(config).model_dump())
         return {
@@ -157,14 +161,16 @@ class RunDirectory:
         """Return True if the path of an input changed but its content did not."""
         name = key.removesuffix(".path") if key.startswith("data.mix.") else key
         saved, now = (found.get(name) for found in self._inputs(config))
-        return saved is not None and now is not None and saved.files == now.files
+        return saved is not None and now is not None and now.has_content_of(saved)
 
     def check_inputs(self, config: Config) -> list[str]:
         """Return a line for each accepted change of an input; raise ConfigError for others."""
         if not self.has_started() or config.run.resume == "never":
             return []
         accepted, run = config.run.accept_changes, str(self.path)
-        return inputs.check_changes(*self._inputs(config), accepted=accepted, run=run)
+        before, now = self._inputs(config)
+        lines = inputs.check_changes(before, now, accepted=accepted, run=run)
+        return lines + inputs.describe_renamed(before, now)
 
     def _inputs(self, config: Config) -> tuple[inputs.Inputs, inputs.Inputs]:
         return inputs.load_inputs(self.inputs_file), inputs.read_inputs(config)
@@ -202,11 +208,14 @@ class RunDirectory:
     def check_checkpoints(self, config: Config) -> None:
         """Raise ConfigError if lost checkpoints would make a resume delete recorded steps.
 
-        Damaged checkpoints are quarantined later, and the run resumes from an earlier one.
+        Damaged checkpoints are quarantined later, and the run resumes from an earlier one. Those
+        that could not be saved are not lost: their steps are trained again.
         """
         intact = self.checkpoints.intact_steps()
         done = max(intact, default=0)
         recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
+        saves = [row["step"] for row in self._saves() if "error" not in row]
+        is_newest = saves[-1:] == [done]
         damaged = [
             f"{self.checkpoints.folder(step)}: {problem}"
             for step in self.checkpoints.steps()
@@ -215,13 +224,37 @@ class RunDirectory:
         damaged += [str(folder) for folder in self.checkpoints.damaged()]
         if damaged and intact:
             return
-        if damaged or recorded - done > config.trainer.checkpoint_every:
+        is_lost = recorded - done > config.trainer.checkpoint_every and not is_newest
+        if damaged or is_lost:
             raise ConfigError(
                 f"{self.path} recorded {recorded} steps, but its newest intact checkpoint is of "
                 f"step {done}: later ones are lost, and resuming would delete those steps; restore "
                 "an intact checkpoint, or choose another run.name"
                 + "".join(f"\n  damaged: {text}" for text in damaged)
             )
+
+    def record_save(self, step: int, *, error: str | None = None) -> None:
+        """Record that the checkpoint of a step was saved, or why it could not be.
+
+        A full disk may have no room for the record either. Without it the next start expects the
+        checkpoint before, which exists.
+        """
+        row = {"step": step} | ({} if error is None else {"error": error})
+        with contextlib.suppress(OSError):
+            append_row(self.saves_file, row)
+
+    def describe_unsaved(self, step: int) -> str | None:
+        """Describe which recorded steps a resume after `step` repeats, and why, if any."""
+        recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
+        if recorded <= step:
+            return None
+        last = f"step {step + 1}" if recorded == step + 1 else f"steps {step + 1} to {recorded}"
+        failed = [row for row in self._saves() if "error" in row and row["step"] > step]
+        why = f"; step {failed[-1]['step']} was not saved: {failed[-1]['error']}" if failed else ""
+        return f"{last} had no checkpoint and will be trained again{why}"
+
+    def _saves(self) -> list[dict[str, Any]]:
+        return read_rows(self.saves_file)
 
     def create(self, config: Config) -> None:
         """Create the folders; write the config, its changes, and the digests of its inputs."""
@@ -233,8 +266,31 @@ class RunDirectory:
             self._record_changes(config)
         atomic_write_text(self.inputs_file, inputs.dump_inputs(inputs.read_inputs(config)))
         step = max(self.checkpoints.steps(), default=0)
+        self.record_save(step)
         append_row(self.path / "starts.jsonl", describe_start(after_step=step))
         atomic_write_text(self.config_file, dump_config(config))
+
+    def describe_releases(self) -> str | None:
+        """Describe how the installed releases differ from those of the last start, if they do."""
+        starts = read_rows(self.path / "starts.jsonl")
+        changed = changed_releases(starts[-1], describe_start(after_step=0)) if starts else {}
+        if not changed:
+            return None
+        text = ", ".join(f"{name} {change}" for name, change in sorted(changed.items()))
+        return f"other releases than at the last start: {text} (starts.jsonl)"
+
+    def _saved_config(self) -> Config:
+        """Load the settings of the last start; ConfigError names the file if it is damaged."""
+        try:
+            return load_config(self.config_file)
+        except ConfigError as error:
+            what = (
+                "is empty" if not self.config_file.read_bytes().strip() else f"is damaged: {error}"
+            )
+            raise ConfigError(
+                f"{self.config_file}, which has the settings of the run, {what}; restore it, or "
+                "choose another run.name"
+            ) from None
 
     def _record_changes(self, config: Config) -> None:
         step = max(self.checkpoints.intact_steps(), default=0)

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from megatron_rl import __version__
 from megatron_rl.errors import UserError
+from megatron_rl.runtime.versions import installed_releases
 
 
 @contextlib.contextmanager
@@ -41,6 +42,7 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+_BLOCK = 1 << 16  # bytes read at once from the end of a file
 LOCK = ".lock"  # name of the lock file in the folder
 
 
@@ -99,19 +101,44 @@ def is_finished(folder: Path, *, steps: int) -> bool:
 
 
 def describe_start(*, after_step: int) -> dict[str, Any]:
-    """Describe this start of a run: when, by which release and command, after how many steps."""
+    """Describe this start of a run: when, by which releases and command, after how many steps."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "version": __version__,
+        "releases": installed_releases(),
         "command": shlex.join(["megatron-rl", *sys.argv[1:]]),
         "after_step": after_step,
     }
 
 
+def changed_releases(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Describe the packages of another release by name, of two rows of starts.jsonl."""
+    old, new = (start.get("releases") or {} for start in (before, now))  # early rows have none
+    return {
+        name: f"{old[name]} -> {new[name]}"
+        for name in old.keys() & new.keys()
+        if old[name] != new[name]
+    }
+
+
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a JSON lines file."""
-    with file.open("a", encoding="utf-8") as journal:
-        journal.write(json.dumps(row) + "\n")
+    """Append a row to a JSON lines file, in place of an incomplete one that a kill left."""
+    with file.open("ab+") as journal:
+        end = journal.seek(0, os.SEEK_END)
+        if end and (kept := _complete_bytes(journal)) < end:
+            journal.truncate(kept)
+        journal.write(json.dumps(row).encode() + b"\n")
+
+
+def _complete_bytes(file: IO[bytes]) -> int:
+    """Return where the last complete line of an open file ends."""
+    start = file.seek(0, os.SEEK_END)
+    while start:
+        end, start = start, max(start - _BLOCK, 0)
+        file.seek(start)
+        if (place := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + place + 1
+    return 0
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import count_rows
+from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import model_fingerprint
 
 # Files of a model folder that decide how prompts are written and where responses end.
@@ -28,6 +30,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "add
                    "*.tiktoken", "tokenization*.py", "chat_template.json",
                    "additional_chat_templates/*.jinja")  # fmt: skip
 _CACHES = "cache-"  # files that `datasets` writes into a saved set while it is used
+_WEIGHTS = "config.json and weights"  # in the place of a file, for models
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
@@ -39,6 +42,25 @@ class Input:
     files: dict[str, str]  # digest of each file, by its name below that path, or by its module
     bytes: int
     rows: int | None = None  # of a file of prompts
+
+    def has_content_of(self, other: "Input") -> bool:
+        """Return True if both have the same bytes in the same order of files; names may differ.
+
+        Of code, modules may be called otherwise, and the function may not. Tokenizers and models
+        are read by the names of their files.
+        """
+        if self.is_code or other.is_code:
+            functions = {one.name.partition(":")[2] for one in (self, other)}
+            mine, theirs = sorted(self.files.values()), sorted(other.files.values())
+            return len(functions) == 1 and mine == theirs
+        if _WEIGHTS in self.files or _WEIGHTS in other.files:
+            return self.files == other.files
+        return [*self.files.values()] == [*other.files.values()]
+
+    @property
+    def is_code(self) -> bool:
+        """True if it is named as module:function."""
+        return re.fullmatch(r"[\w.]+:[\w.]+", self.name) is not None
 
     def size(self) -> str:
         """Describe the size; a digest follows where sizes are equal."""
@@ -90,8 +112,19 @@ def changed_inputs(before: Inputs, now: Inputs) -> dict[str, str]:
     return {
         key: before[key].describe_change(one)
         for key, one in now.items()
-        if key in before and before[key].name == one.name and before[key].files != one.files
+        if key in before and before[key].name == one.name and not one.has_content_of(before[key])
     }
+
+
+def describe_renamed(before: Inputs, now: Inputs) -> list[str]:
+    """Describe files of prompts that have another name and the same content."""
+    return [
+        f"{key}: {Path(before[key].name).name} is now called {Path(one.name).name}, with the same "
+        f"content; rows without data_source are of {Path(one.name).stem} from now on"
+        for key, one in now.items()
+        if key in before and one.rows is not None and before[key].files.keys() != one.files.keys()
+        and one.has_content_of(before[key])
+    ]  # fmt: skip
 
 
 def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: str) -> list[str]:
@@ -112,12 +145,17 @@ def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: 
 
 
 def load_inputs(file: Path) -> Inputs:
-    """Load what `dump_inputs` wrote; empty without the file."""
+    """Load what `dump_inputs` wrote; empty without the file. UserError if it is damaged."""
     if not file.is_file():
         return {}
-    return {
-        key: Input(**value) for key, value in json.loads(file.read_text(encoding="utf-8")).items()
-    }
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {key: Input(**value) for key, value in found.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}): it has the digests of the run's inputs; restore it, or "
+            "remove it, and the next start writes the digests of the inputs as they are then"
+        ) from None
 
 
 def dump_inputs(inputs: Inputs) -> str:
@@ -169,7 +207,7 @@ def _read_model(path: str) -> Input:
         if one.is_file()
     }  # fmt: skip
     found = _read_files(path, files)
-    weights = {"config.json and weights": model_fingerprint(path)}
+    weights = {_WEIGHTS: model_fingerprint(path)}
     return Input(path, weights | found.files, found.bytes)
 
 

@@ -7,6 +7,7 @@ error of another rank or report that another rank has exited.
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -14,6 +15,8 @@ from pathlib import Path
 
 FOLDER = "MEGATRON_RL_FAILURES"  # environment variable: folder to which a rank writes its failure
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# torch's file writer drops the system's error and compares positions in the file afterwards.
+_TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter failed")
 
 
 class RankTimeoutError(RuntimeError):
@@ -70,8 +73,15 @@ def is_full_disk(error: BaseException | None) -> bool:
     return any(
         getattr(each, "errno", None) in FULL
         or any(os.strerror(number) in str(each) for number in FULL)
+        or any(sign in str(each) for sign in _TORCH_WRITER)
         for each in error_chain(error)
     )
+
+
+def describe_space(path: str | Path) -> str:
+    """Name the disk of an existing path with its free bytes."""
+    usage = shutil.disk_usage(path)
+    return f"the disk of {path} has {usage.free:,} of {usage.total:,} bytes free"
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -5,6 +5,7 @@ Each rank gets its share of the node's CPU cores, whether its launcher bound it 
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def join_processes() -> ProcessPlace | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID"):
         if os.environ.get(name) == "":  # as some schedulers leave them
             del os.environ[name]
+    _check_interfaces()
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         place = _place()
         if LAUNCHER in os.environ:
@@ -109,6 +111,25 @@ def join_processes() -> ProcessPlace | None:
     use_downloaded_files()
     share_cores(_number("LOCAL_WORLD_SIZE", 1, start=1))
     return place
+
+
+def _check_interfaces() -> None:
+    """Raise UserError if a variable names no network interface of this machine.
+
+    gloo takes names in a list; NCCL the beginnings of names, after = whole names, and none after ^.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 + has_cuda()]:
+        given = os.environ.get(variable, "")
+        is_whole = variable.startswith("GLOO") or given.startswith("=")
+        names = [name.partition(":")[0].strip() for name in given.lstrip("=").split(",")]
+        found = [one for one in here for name in names
+                 if (one == name if is_whole else one.startswith(name))]  # fmt: skip
+        if given and not given.startswith("^") and not found:
+            raise UserError(
+                f"the environment has {variable}={given!r}: this machine has the network "
+                f"interfaces {', '.join(here)}; name one of these, or unset {variable}"
+            )
 
 
 def _place() -> ProcessPlace:

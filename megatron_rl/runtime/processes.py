@@ -125,19 +125,36 @@ def has_cuda() -> bool:
     return cuda_devices() > 0
 
 
+# Variables of which a run needs one value, and why.
+_NEEDED = {
+    "TOKENIZERS_PARALLELISM": (
+        "false", "processes are forked after texts were tokenized, and would wait for its threads"
+    ),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine runs in the processes of training"),
+    "VLLM_USE_MODELSCOPE": ("false", "the engine reads the model from the folder of model.path"),
+}  # fmt: skip
+
+
 def prepare_environment() -> None:
-    """Raise the limit of open files; set variables and hide packages that libraries import."""
+    """Raise the limit of open files; set variables and hide packages that libraries import.
+
+    Names the variables of the user that are replaced.
+    """
     raise_limit()
     hide_unloadable_builds()
+    for name, (needed, reason) in _NEEDED.items():
+        given = os.environ.get(name, needed)
+        if given.lower() not in (needed, "", "0", "false") and os.environ.get("RANK", "0") == "0":
+            line = f"megatron-rl: {name}={given} has no effect: {reason}"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+        os.environ[name] = needed
     defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "DO_NOT_TRACK": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of communication needs it
         "NO_VCS_VERSION": "1",  # Megatron-core would call git at every import
     }
@@ -211,17 +228,24 @@ def use_downloaded_files() -> None:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Make a folder in memory for processes of this node, and remove it in the end.
+    """Make a folder in memory for processes of this node, and remove it in the end."""
+    parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+    with locked_folder(parent, prefix=_SHARED) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, *, prefix: str) -> Iterator[Path]:
+    """Make a folder whose name begins with `prefix`, and remove it in the end.
 
     It is locked until then, so that the next one finds those whose processes were killed, and
     removes them.
     """
-    parent = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-    for folder in parent.glob(f"{_SHARED}*"):
+    for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(folder)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_SHARED, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with _locked(folder, fcntl.LOCK_SH):
             if not folder.exists():  # taken for one of a killed process just before it was locked
                 continue

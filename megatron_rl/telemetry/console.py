@@ -5,13 +5,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-HEARTBEAT_SECONDS = 60.0
+# Without a terminal: seconds between lines of one phase, later a fraction of what it has taken.
+FIRST_LINES, LAST_LINES, FRACTION = 10.0, 60.0, 0.25
 
-Advance = Callable[[int, int], None]  # (done, total)
+
+class Advance(Protocol):
+    """Report progress of a phase."""
+
+    def __call__(self, done: int, total: int, tokens: int = 0) -> None:
+        """Report finished and total units, and the tokens that were generated so far."""
 
 
 class Console:
@@ -51,26 +58,27 @@ class Console:
 
     @contextmanager
     def progress(self, description: str) -> Iterator[Advance]:
-        """Show progress of a long phase; yields `advance(done, total)`.
+        """Show progress of a long phase; yields `advance(done, total, tokens)`.
 
-        Without a terminal at most one line a minute is printed, so that log files stay readable.
+        Without a terminal a line is printed every ten seconds, in long phases once a minute, so
+        that log files stay readable.
         """
         self.on_advance()
         if not self.is_main_rank:
             yield self._advance_silently
         elif self._rich.is_terminal:
             with self._bar() as bar:
-                task = bar.add_task(description, total=None)
+                task = bar.add_task(description, total=None, tokens="")
 
-                def advance(done: int, total: int) -> None:
+                def advance(done: int, total: int, tokens: int = 0) -> None:
                     self.on_advance()
-                    bar.update(task, completed=done, total=total)
+                    bar.update(task, completed=done, total=total, tokens=_tokens(tokens))
 
                 yield advance
         else:
             yield self._heartbeat(description)
 
-    def _advance_silently(self, done: int, total: int) -> None:
+    def _advance_silently(self, done: int, total: int, tokens: int = 0) -> None:
         self.on_advance()
 
     def _bar(self) -> Progress:
@@ -78,19 +86,27 @@ class Console:
             TextColumn("  {task.description:<10}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]}"),
             TimeElapsedColumn(),
             console=self._rich,
             transient=True,
         )
 
     def _heartbeat(self, description: str) -> Advance:
-        last = time.monotonic()
+        start = last = time.monotonic()
 
-        def advance(done: int, total: int) -> None:
+        def advance(done: int, total: int, tokens: int = 0) -> None:
             nonlocal last
             self.on_advance()
-            if time.monotonic() - last > HEARTBEAT_SECONDS:
-                last = time.monotonic()
-                self.echo(f"  {description}: {done}/{total}")
+            now = time.monotonic()
+            if now - last > min(LAST_LINES, max(FIRST_LINES, FRACTION * (now - start))):
+                last = now
+                left = (now - start) * (total - done) / done if done else 0
+                ending = f", about {left:.0f} s left" if left else ""
+                self.echo(f"  {description}: {done}/{total}{_tokens(tokens)}{ending}")
 
         return advance
+
+
+def _tokens(tokens: int) -> str:
+    return f", {tokens:,} tokens" if tokens else ""

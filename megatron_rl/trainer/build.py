@@ -121,10 +121,10 @@ def _generate(
 ) -> None:
     """Generate on the ranks of this side of the link until the trainers end."""
     topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
-    progress, _ = watch(config, directory, rank=link.rank, link=link)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    progress, _ = watch(config, directory, rank=link.rank, link=link, log=log)
     link.watch(progress)
     console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     folder = directory.prompts.with_name("prompts_of_engines")
     with contextlib.ExitStack() as stack:
         _, config = link.next_order()
@@ -169,7 +169,8 @@ def _train(
 ) -> None:
     """Train on the ranks of this side of the link, or on all."""
     topology = make_groups(config, seed=config.seed, timeout=collective_timeout(config))
-    progress, unwatched = watch(config, directory, rank=rank, link=link)
+    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
+    progress, unwatched = watch(config, directory, rank=rank, link=link, log=log)
     if link is not None:
         link.watch(progress)
     console = Console(
@@ -178,7 +179,6 @@ def _train(
     for line in (unwatched, *_describe(config, shape, topology)):
         if line is not None:
             console.echo(line)
-    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
     config = fix_date(config, directory, echo=console.echo)
     opened = open_elsewhere(config, link) if link else open_conversations(
         config, topology, echo=log, journals=directory.answers

@@ -21,7 +21,7 @@ from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import evaluation_scores, read_metrics
 from megatron_rl.runs.group_file import read_groups, read_metadata, write_groups
-from megatron_rl.runtime.failures import RankTimeoutError
+from megatron_rl.runtime.failures import RankTimeoutError, describe_space, is_full_disk
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.trainer.route_files import read_routes, write_routes
@@ -91,6 +91,11 @@ class CheckpointKeeper:
             )
         if self.step_progress is None:
             self._restore_rollouts(actor)
+        repeated = gather_from_ranks(
+            self.directory.describe_unsaved(self.done) if self.rank == 0 else None
+        )[0]
+        if repeated is not None:
+            self.console.echo(repeated)
 
     def _resume_from(self, step: int) -> None:
         """Set the position of the run to the checkpoint of `step`, which is loaded."""
@@ -242,16 +247,19 @@ class CheckpointKeeper:
                 raise
             failures = getattr(error, "failures", {})  # by rank, on the rank where Megatron raised
             messages = "; ".join(f"rank {rank}: {one[0]}" for rank, one in failures.items())
-            is_disk = isinstance(error, OSError | CheckpointException)
+            is_disk = isinstance(error, OSError | CheckpointException) or is_full_disk(error)
             if not any(gather_from_ranks(is_disk)):
                 raise
+            why = messages or str(error)
             with sync_errors_across_ranks(doing="removing files of a failed save"):
                 if self.rank == 0:
+                    why += f"; {describe_space(self.directory.path)}"
                     self.directory.checkpoints.clean()
+                    self.directory.record_save(step, error=why)
             last = f"is of step {self.saved}" if self.saved else "does not exist yet"
             self.console.echo(
-                f"step {step} is not saved: {messages or error}; training continues, and the "
-                f"last checkpoint {last}"
+                f"step {step} is not saved: {why}; training continues, and the last checkpoint "
+                f"{last}"
             )
 
     def stop_if_requested(self, actor: MegatronActor) -> None:
@@ -339,6 +347,7 @@ class CheckpointKeeper:
                 folders.complete(step, sums=sums, digests=digests, skipped=skipped)
                 spared = partial(retained_steps, config=self.config, folder=self.directory.path)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)
+                self.directory.record_save(step)
                 self.directory.forget(step)
         self._saved = (step, updates)
 

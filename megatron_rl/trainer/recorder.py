@@ -73,6 +73,8 @@ class Recorder:
             if self.directory is not None and self.log is not None:
                 updates = step_progress.updates.count if step_progress else 0
                 self.directory.rewind(-1 if is_new else done, updates=updates)
+                if (changed := self.directory.describe_releases()) is not None:
+                    self.console.echo(changed)
                 # Only now: `rewind` checks the records against the settings that wrote them.
                 self.directory.create(self.config)
                 self.log.open(first_step=0 if is_new else done + 1)

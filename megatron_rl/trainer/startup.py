@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import Config, ConfigError, load_config, read_mapping
 from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
@@ -171,7 +174,7 @@ def has_date(folder: Path) -> bool:
 
 
 GRACE = 120.0  # seconds, so that more specific limits are reported first
-_WATCHERS: list[subprocess.Popen[bytes]] = []  # kept until this process exits
+_MOST_WATCHERS = 5  # that are started one after the other when they are killed
 SLOW_PHASES = ("start", "checkpoint", "export")  # phases with twice the limit
 
 
@@ -184,12 +187,18 @@ def longest_silence(config: Config) -> float:
 
 
 def watch(
-    config: Config, directory: RunDirectory, *, rank: int, link: Link | None = None
+    config: Config,
+    directory: RunDirectory,
+    *,
+    rank: int,
+    link: Link | None = None,
+    log: Callable[[str], object] = lambda line: None,
 ) -> tuple[Heartbeat, str | None]:
     """Start one watchdog process per node; returns this rank's heartbeat and a warning. Collective.
 
     The warning is the reason why no watchdog could be started. link: joins this rank with others
-    that have groups of their own; `rank` is then its number there.
+    that have groups of their own; `rank` is then its number there. log: receives a line when the
+    watchdog was killed, and another one is started.
     """
     stall = config.trainer.stall_seconds
     if stall is None:
@@ -212,7 +221,7 @@ def watch(
                 problem = error
         is_open = gather_from_ranks(progress is not None, link=link)
         if place == 0 and folder is not None and all(is_open[other] for other in ranks):
-            _start_watcher(folder, ranks, reports=directory.stalls)
+            _start_watcher(folder, ranks, reports=directory.stalls, log=log)
     if not all(is_open):
         return Heartbeat(), f"hangs will not be detected: the watchdog cannot start ({problem})"
     assert progress is not None
@@ -241,11 +250,17 @@ def _open(folder: Path, place: int, *, budget: float, budgets: dict[str, float])
     return Heartbeat(board, place, budget=budget, budgets=budgets)
 
 
-def _start_watcher(folder: Path, ranks: list[int], *, reports: Path) -> None:
-    """Start the watchdog with open files, so that the folder can be removed."""
+def _start_watcher(
+    folder: Path, ranks: list[int], *, reports: Path, log: Callable[[str], object]
+) -> None:
+    """Start the watchdog with open files, so that the folder can be removed.
+
+    A thread waits for its end, and starts another one if it was killed.
+    """
     board = os.open(folder / "board", os.O_RDWR)
     stacks = [os.open(folder / f"stacks{place}", os.O_RDONLY) for place in range(len(ranks))]
-    process = subprocess.Popen(
+    start: Callable[[], Any] = partial(
+        subprocess.Popen,
         [
             *(sys.executable, "-m", "megatron_rl.runtime.watchdog", "--board", str(board)),
             *("--ranks", ",".join(map(str, ranks)), "--stacks", ",".join(map(str, stacks))),
@@ -255,6 +270,15 @@ def _start_watcher(folder: Path, ranks: list[int], *, reports: Path) -> None:
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )
-    _WATCHERS.append(process)
-    for file in (board, *stacks):
-        os.close(file)
+
+    def keep(process: Any) -> None:
+        for remaining in reversed(range(_MOST_WATCHERS)):
+            if (status := process.wait()) == 0:
+                return
+            then = "starting another one" if remaining else "hangs are not detected from now on"
+            with contextlib.suppress(OSError):  # the disk may be full
+                log(f"the watchdog of this node has ended (exit status {status}): {then}")
+            if remaining:
+                process = start()
+
+    threading.Thread(target=keep, args=(start(),), daemon=True, name="watchdog").start()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.actor.actor import StopRule, UpdateResult
+from megatron_rl.actor.training import StopRule, UpdateResult
 from megatron_rl.config import Config
 from megatron_rl.config.sections import EarlyStoppingSection
 from megatron_rl.distributed.agreement import sync_errors_across_ranks

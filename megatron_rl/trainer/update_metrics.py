@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.actor.training import UpdateResult
 from megatron_rl.objectives import Statistics
 from megatron_rl.objectives.statistics import DECILES, class_metrics, class_rows, class_sums
 from megatron_rl.rollouts.batch_metrics import routing_metrics

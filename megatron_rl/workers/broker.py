@@ -9,9 +9,11 @@ trainer ends. A package derives a class that receives the trainer's messages. It
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from megatron_rl.workers.template import (
     LONGEST_LINE,
     adopt_orphans,
     ignore_job_signals,
+    temporary_folder,
 )
 
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
@@ -95,8 +98,9 @@ class Output:
 class Unit:
     """A process forked from the template; it answers one call at a time."""
 
-    def __init__(self, pid: int, handle: int, output: Output) -> None:
+    def __init__(self, pid: int, handle: int, output: Output, *, temporary: str) -> None:
         self.pid, self._handle, self.output = pid, handle, output
+        self.temporary = temporary  # folder of its temporary files
         self.ended = asyncio.Event()
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.limit = self.own_seconds = self.used_seconds = 0.0  # of the call in progress
@@ -111,6 +115,14 @@ class Unit:
         """Use the process's socket."""
         self._source, self._sink = await asyncio.open_connection(sock=channel, limit=LONGEST_LINE)
         self._reading = asyncio.create_task(self._read())
+
+    @property
+    def has_left_files(self) -> bool:
+        """True if it has temporary files, or has removed their folder."""
+        try:
+            return bool(os.listdir(self.temporary))
+        except OSError:
+            return True
 
     @property
     def is_busy(self) -> bool:
@@ -187,6 +199,9 @@ class Broker:
         self._outgoing = bytearray()  # messages to the trainer
         self._lines = 0  # printed since `renew`
         self._has_left = asyncio.Event()  # an ended process may have left others
+        self._left_folders: list[str] = []  # of temporary files of ended processes
+        self._sessions = {os.getsid(0)}  # of processes that the module has started at its import
+        self._forks = itertools.count()
 
     def on_message(self, message: Message) -> None:
         """Receive a message of the trainer."""
@@ -235,8 +250,10 @@ class Broker:
         if self._template.poll() is None:
             self._template.kill()  # the kernel ends its forks with it
         self._template.wait()
+        self._sessions.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._end_left(), CLOSE_SECONDS)
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         with contextlib.suppress(ConnectionError):
             self._output.close()
             self._renew()
@@ -293,7 +310,9 @@ class Broker:
                 pid = await asyncio.wait_for(self._forked, 2 * FORK_SECONDS)
             except TimeoutError:
                 raise TimeoutError(f"no process was forked in {2 * FORK_SECONDS:.0f} s") from None
-            unit = Unit(pid, self._fds.pop(0), output)
+            folder = temporary_folder(os.environ["TMPDIR"], next(self._forks))
+            unit = Unit(pid, self._fds.pop(0), output, temporary=folder)
+            self._sessions.discard(pid)  # the number of one that has ended
             self._units.add(unit)
         await unit.connect(ours)
         return unit
@@ -302,6 +321,7 @@ class Broker:
         """End a process and all that it started."""
         await unit.kill()
         self._units.discard(unit)
+        self._left_folders.append(unit.temporary)
         self._has_left.set()
 
     def _finish(self, task: "asyncio.Task[Any]") -> None:
@@ -349,6 +369,8 @@ class Broker:
                     if not unit.status.done():
                         unit.status.set_result(message["status"])
             elif "ready" in message:
+                found = map(session_of, descendants_of(os.getpid()))
+                self._sessions |= {one for one in found if one is not None}
                 self.description = message["ready"]
                 self.emit(message)
             else:
@@ -380,19 +402,34 @@ class Broker:
         while True:
             await self._has_left.wait()
             self._has_left.clear()
+            folders, self._left_folders = self._left_folders, []
             await self._end_left()
+            for folder in folders:
+                try:
+                    os.rmdir(folder)  # most are empty
+                except OSError:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _end_left(self) -> None:
-        """Kill what ended processes have left, which are children of this one, until none is."""
+        """Kill what ended processes have left, which are children of this one, until none is.
+
+        What the module has started at its import, such as a server, is of none of their sessions.
+        """
         began = time.monotonic()
-        while left := set(children_of(os.getpid())) - {self._template.pid}:
+        while True:
+            left = []
+            for pid in set(children_of(os.getpid())) - {self._template.pid}:
+                with contextlib.suppress(ChildProcessError):
+                    is_there = os.waitpid(pid, os.WNOHANG) == (0, 0)
+                    if is_there and session_of(pid) not in self._sessions:
+                        left.append(pid)
+            if not left:
+                return
             is_patient = time.monotonic() < began + _TRACKER_SECONDS
             for pid in left:
                 if not (is_patient and _is_resource_tracker(pid)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
             await asyncio.sleep(0.01)
 
     def _renew(self) -> None:
@@ -416,6 +453,21 @@ def children_of(pid: int) -> list[int]:
                 text = Path(f"/proc/{pid}/task/{thread}/children").read_bytes()
                 found += map(int, text.split())
     return found
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the children of a process, theirs, and so on."""
+    found = children_of(pid)
+    for one in found:
+        found += children_of(one)
+    return found
+
+
+def session_of(pid: int) -> int | None:
+    """Return the session of a process; None if it has ended."""
+    with contextlib.suppress(OSError):
+        return os.getsid(pid)
+    return None
 
 
 def read_threads(pid: int) -> dict[int, tuple[int, int]]:

@@ -4,19 +4,26 @@ Sending does not wait for the user's code, and receiving waits at most the given
 runs in the trainer's own process, and no thread.
 """
 
+import contextlib
 import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
+
+from megatron_rl.runtime.processes import locked_folder
 
 START_SECONDS = 120.0  # to import the module: on a crowded machine, sympy from a slow disk
 _CLOSE_SECONDS = 15.0
+_TEMPORARY = "rl_workers-"  # begins the names of their temporary folders
 # Environment variables passed to workers; API keys and tokens are not.
 _SEEN = re.compile(
     r"(PATH|HOME|USER|LOGNAME|SHELL|LANG|TZ|TMPDIR|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE"
@@ -35,8 +42,39 @@ def _environment(further: Sequence[str]) -> dict[str, str]:
     return seen | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
+class FailureCounts:
+    """Numbers of failures by kind, with the first text of each."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, str]] = {}
+
+    def add(self, kind: str, text: str) -> None:
+        """Count a failure."""
+        count, first = self._found.get(kind, (0, text))
+        self._found[kind] = count + 1, first
+
+    def pop_lines(self) -> list[str]:
+        """Return a line for each kind, and count from 0 again."""
+        lines = [
+            f"{count:,} {kind}; the first: {text}" for kind, (count, text) in self._found.items()
+        ]
+        self._found.clear()
+        return lines
+
+
 def _print(line: str) -> None:
     print(line, file=sys.stderr)  # noqa: T201
+
+
+def _processes_with(mark: bytes) -> list[int]:
+    """Return the processes that were started with a variable that begins with `mark`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or gone
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if any(one.startswith(mark) for one in variables):
+                found.append(int(folder.name))
+    return found
 
 
 class Workers:
@@ -69,6 +107,10 @@ class Workers:
         self._failure = ""
         self._deadline = time.monotonic() + START_SECONDS
         self._received = bytearray()
+        self._resources = contextlib.ExitStack()
+        self._temporary = self._resources.enter_context(
+            locked_folder(Path(tempfile.gettempdir()), prefix=_TEMPORARY)
+        )
         self._link, theirs = socket.socketpair()
         self._link.settimeout(START_SECONDS)
         self._arrivals = select.poll()
@@ -78,7 +120,7 @@ class Workers:
             [sys.executable, "-m", broker, json.dumps(settings)],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            env=_environment(variables),
+            env=_environment(variables) | {"TMPDIR": str(self._temporary)},
             start_new_session=True,
         )
         theirs.close()
@@ -136,6 +178,8 @@ class Workers:
             self._process.kill()
             self._process.wait()
         self._link.close()
+        self._end_left()
+        self._resources.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +196,16 @@ class Workers:
         self.last_message_at = time.monotonic()
         if not chunk:
             self._failure = f"the manager of {self.name} has ended by itself"
+            self._end_left()
+
+    def _end_left(self) -> None:
+        """End what a killed manager has left: processes with its temporary folder in TMPDIR."""
+        mark, deadline = f"TMPDIR={self._temporary}".encode(), time.monotonic() + _CLOSE_SECONDS
+        while time.monotonic() < deadline and (left := _processes_with(mark)):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def _is_result(self, message: Message) -> bool:
         """Process a message that is no result."""

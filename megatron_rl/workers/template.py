@@ -14,6 +14,7 @@ import ctypes
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -78,7 +80,7 @@ def hide_other_processes() -> None:
 
 def main() -> None:
     """Load what the settings name, then fork until the broker closes the socket."""
-    settings = json.loads(sys.argv[1])
+    settings, temporary = json.loads(sys.argv[1]), os.environ["TMPDIR"]
     end_with_parent(settings["parent"])
     ignore_job_signals()
     hide_other_processes()
@@ -106,18 +108,25 @@ def main() -> None:
     _tell(control, {"ready": description})
     gc.collect()
     gc.freeze()  # so that a collection in a fork does not write to what it shares
-    Template(control, serve, memory_gib=settings["memory_gib"]).run()
+    Template(control, serve, temporary=temporary, memory_gib=settings["memory_gib"]).run()
 
 
 class Template:
     """Forks on request, and reports how the forks end."""
 
     def __init__(
-        self, control: socket.socket, serve: Callable[[socket.socket], None], *, memory_gib: Any
+        self,
+        control: socket.socket,
+        serve: Callable[[socket.socket], None],
+        *,
+        temporary: str,
+        memory_gib: Any,
     ) -> None:
         self._control, self._serve, self._memory_gib = control, serve, memory_gib
         self._loaded = _data_bytes()
         self._units: set[int] = set()
+        self._forks = itertools.count()
+        self._temporary = temporary
         self._woken, wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(wake, False)
@@ -147,7 +156,7 @@ class Template:
                 _tell(self._control, {"ended": pid, "status": code})
 
     def _fork(self, channel: socket.socket, *, output: int) -> None:
-        parent = os.getpid()
+        parent, number = os.getpid(), next(self._forks)
         channel.set_inheritable(False)  # programs that a conversation starts must not answer for it
         if (pid := self._fork_in_time()) == 0:
             status = 1
@@ -156,6 +165,7 @@ class Template:
                     os.dup2(output, file)
                 os.close(output)
                 self._become_unit(parent)
+                use_folder(temporary_folder(self._temporary, number), instead_of=self._temporary)
                 self._serve(channel)
                 status = 0
             except BaseException:  # noqa: BLE001 - printed; the broker sees the exit status
@@ -199,6 +209,23 @@ class Template:
         os.close(self._wake)
         if self._memory_gib is not None:
             limit_memory(self._loaded + int(self._memory_gib * 2**30))
+
+
+def temporary_folder(parent: str, number: int) -> str:
+    """Return the folder for temporary files of the fork of this number, from 0 on."""
+    return os.path.join(parent, str(number))
+
+
+def use_folder(folder: str, *, instead_of: str) -> None:
+    """Make a folder, and let this process and its children put temporary files there.
+
+    Nothing changes where the module has chosen a place of its own.
+    """
+    os.mkdir(folder, 0o700)
+    if os.environ.get("TMPDIR") == instead_of:
+        os.environ["TMPDIR"] = folder
+    if tempfile.tempdir == instead_of:
+        tempfile.tempdir = folder
 
 
 def describe_error(error: BaseException, *, memory_gib: float | None) -> tuple[str, str]:

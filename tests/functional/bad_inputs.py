@@ -184,6 +184,15 @@ DATA = [
          ("data.train=prompts.txt",), write("prompts.txt", "1 + 1\n")),
     Case("bad UTF-8", ("train.jsonl, line 1 is not JSON", "utf-8"), (),
          lambda folder: (folder / "train.jsonl").write_bytes(b'{"prompt": "\xff"}\n')),
+    Case("a JSON array", ("train.jsonl is one JSON array", "json.load(open('train.jsonl'))"), (),
+         write("train.jsonl", '[\n  {"prompt": "1 + 1", "answer": "2"}\n]')),
+    Case("columns of eval.sets in sft", ("eval.sets.held: ", "train.jsonl has no column answer",
+         "set, as an example, eval.sets.held.columns={prompt: prompt, answer: answer}"),
+         ("sft={}", "rollout.responses_per_prompt=1", "data.train=sft.jsonl",
+          "eval.sets={held: train.jsonl}", "data.columns={prompt: prompt}"),
+         both(write("sft.jsonl", json.dumps({"messages": [
+              {"role": "user", "content": QUESTION}, {"role": "assistant", "content": "6"}]})),
+          rows({"prompt": QUESTION, "solution": "6"}))),
     Case("blank lines", ("train.jsonl holds no prompts",), (), write("train.jsonl", "\n \n")),
     Case("other columns",
          ("has no column prompt, answer; it has question, solution",
@@ -261,6 +270,8 @@ LATENT = edit_json(
 )
 
 MODELS = [
+    Case("a folder that was not downloaded", ("models/Tiny is not a folder", "if it has this name",
+          "hf download OWNER/Tiny --local-dir models/Tiny"), ("model.path=models/Tiny",)),
     Case("a name of the hub", ("Qwen/Qwen3-8B is not a folder", "hf download Qwen/Qwen3-8B"),
          ("model.path=Qwen/Qwen3-8B",)),
     Case("no config.json", ("model/config.json does not exist",), (), remove(CONFIG)),

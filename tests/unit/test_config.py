@@ -17,7 +17,8 @@ from megatron_rl.config import (
     valid_keys,
     with_absolute_paths,
 )
-from megatron_rl.config.other_trainers import TRL, VERL
+from megatron_rl.config.other_trainers import answer_command, unknown_keys
+from megatron_rl.config.other_trainers_keys import NONE, TRL, VERL
 
 MINIMAL = "model: {path: m}\ndata: {train: t.parquet}\n"
 
@@ -224,14 +225,30 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
             ["actor_rollout_ref={rollout: {n: 8}, actor: {fsdp_config: {offload: true}, x: 1}}"],
             "  actor_rollout_ref.rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n "
             "set rollout.responses_per_prompt (docs/coming-from.md)\n"
-            "  actor_rollout_ref.actor.fsdp_config: unknown key; verl's actor_rollout_ref.actor."
-            "fsdp_config has no counterpart here (docs/coming-from.md); remove it\n"
-            "  actor_rollout_ref.actor.x: unknown key; verl's actor_rollout_ref.actor.x has no",
+            "  actor_rollout_ref.actor.fsdp_config.offload: unknown key; verl's actor_rollout_ref."
+            "actor.fsdp_config has no counterpart here: Megatron-core trains the model, in the "
+            "layout of parallel.* (docs/coming-from.md); leave it out\n"
+            "  actor_rollout_ref.actor.x: unknown key; it begins as verl's, but verl 0.9.1 has no",
         ),
         (
             MINIMAL,
             ["rollout.n=8"],
             "rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n",
+        ),
+        (
+            MINIMAL,
+            ["+trainer.steps=5"],
+            "'+trainer.steps=5': + is Hydra's and not known here; write",
+        ),
+        (
+            MINIMAL,
+            ["++rollout.n=8"],
+            "rollout.n: unknown key; for verl's actor_rollout_ref.rollout.n",
+        ),
+        (
+            MINIMAL,
+            ["rollout.multi_turn={max_assistant_turns: 3, max_parallel_calls: 1}"],
+            "for verl's actor_rollout_ref.rollout.multi_turn.max_assistant_turns set environment.",
         ),
         (MINIMAL, ["epsilon=0.2"], "for TRL's epsilon set objective.constraint.low"),
         (MINIMAL, ["name=a"], "name: unknown key; did you mean run.name?"),
@@ -540,8 +557,9 @@ def test_page_has_the_settings_that_errors_name(title, table):
     text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
-    ours = {key: None if here == "none" else here for key, _, here, _, _ in cells}
-    assert len(ours) > 15 and ours.items() <= table.items()  # those that differ
+    ours = {key: here for key, _, here, _, _ in cells}
+    known = {key: "none" if here.startswith(NONE) else here for key, here in table.items()}
+    assert len(ours) > 15 and ours.items() <= known.items()  # those that differ
     values = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "lora": {},
                            "optimizer": {"learning_rate": 1e-4}}).model_dump()  # fmt: skip
     values["optimizer"]["learning_rate"] = 1e-6  # the default; with lora it has to be changed
@@ -554,9 +572,58 @@ def test_page_has_the_settings_that_errors_name(title, table):
             assert (float(default) == value) if is_number else (default == str(value).lower()), key
 
 
+RELEASED = {
+    name: (Path(__file__).parent / "other_trainers" / f"{name}.txt").read_text().split()
+    for name in ("verl-0.9.1", "trl-1.16.0")
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_each_setting_of_released_configs_is_answered(name):
+    """Alone and as nested sections: by its own row, or by the nearest section above it.
+
+    Sections with a row do not hide the rows of their settings.
+    """
+    table, nested = (VERL if name.startswith("verl") else TRL), {}
+    for key in RELEASED[name]:
+        if key in valid_keys(Config):  # the same there, such as seed
+            continue
+        above = [row for row in table if f"{key}.".startswith(f"{row}.")]
+        assert above, key
+        row = max(above, key=len)
+        assert (
+            f" {row} " in unknown_keys(key, 1)[0]
+            and table[row].removeprefix(NONE) in (unknown_keys(key, 1)[0])
+        )
+        set_dotted(nested, key, 1)
+        nested.setdefault("rows of", {})[row] = None
+    rows = nested.pop("rows of")
+    found = [line for root, value in nested.items() for line in unknown_keys(root, value)]
+    assert all(any(f"'s {row} " in line for line in found) for row in rows)
+
+
+def test_command_of_another_trainer_is_answered():
+    """As it is pasted: verl's words with Hydra's signs, TRL's options with and without `=`."""
+    words = [
+        "a.yaml",
+        "++actor_rollout_ref.actor.megatron.context_parallel_size=2",
+        "trainer.steps=3",
+    ]
+    assert [line.partition(" (")[0].split()[-1] for line in answer_command(words)] == [
+        "parallel.context"
+    ]
+    words = ["--num_iterations", "2", "--max_steps=4", "--num_iterations", "2"]
+    assert [line.partition(" (")[0].split()[-1] for line in answer_command(words)] == [
+        "trainer.epochs", "trainer.steps",
+    ]  # fmt: skip
+
+
 def test_settings_named_for_others_exist():
-    free = ("objective.", "rollout.engine.", "data.mix", "eval.sets")
-    for theirs, ours in (VERL | TRL).items():
-        for key in re.findall(r"\b[a-z]+\.[a-z_0-9.]+[a-z_0-9]", ours or ""):
+    free = ("objective.", "rollout.engine.", "data.mix", "eval.sets",
+            "data.template_arguments.")  # fmt: skip
+    for theirs, ours in [*VERL.items(), *TRL.items()]:
+        for key in re.findall(
+            r"\b[a-z]+\.[a-z_0-9.]+[a-z_0-9]", re.sub(r"\S+\.(md|jsonl)\b", "", ours)
+        ):
             is_theirs = key in VERL  # in a formula
             assert key in valid_keys(Config) or key.startswith(free) or is_theirs, (theirs, key)

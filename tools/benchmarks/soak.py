@@ -13,6 +13,8 @@ behave is that of the first run, bit for bit.
 
 With `--start 64 256 1024` it only starts as many conversations at once, and prints the milliseconds
 from the first request to the last answer, the processor time and the memory for each of them.
+
+With `--month FOLDER` whole runs have accidents of all kinds: `tools/benchmarks/month.py`.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from megatron_rl.config.sections import EnvironmentSection, WorkersSection
 from megatron_rl.environments.interface import EnvironmentFailure
 from megatron_rl.environments.pool import EnvironmentPool
 from tests.unit.workers.troubles import PER_CONVERSATION, TROUBLES
+from tools.benchmarks import month
 
 SAMPLES = 20  # of the pool's resources, in a run
 COLUMNS = ("run", "conversations", "seconds", "memory_mib", "files", "processes", "threads", "shm")
@@ -188,7 +191,17 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=2.0)
     parser.add_argument("--output", type=Path, default=Path("soak.csv"))
     parser.add_argument("--start", type=int, nargs="+", default=())
+    parser.add_argument("--month", type=Path, metavar="FOLDER")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--only", choices=("calm", "troubled"))
+    parser.add_argument("--compare", action="store_true")
     options = parser.parse_args()
+    if options.month is not None:
+        return month.make(
+            options.month, steps=options.steps, every=options.every, only=options.only,
+            compares=options.compare,
+        )  # fmt: skip
     for count in options.start:
         start_at_once(count, section(options))
     if options.start:

@@ -4,11 +4,13 @@ Properties of NeMo-Run 0.11.1, with our workaround in parentheses: it stores its
 NEMORUN_HOME, read at import (set to the launch's folder); it writes env_vars unquoted and in upper
 case (the rank's script exports them instead); its git packager includes only committed files (the
 launch copies its source itself); `retries` requeues failed jobs for any reason (the batch lines
-requeue only interrupted ones); srun kills ranks 60 s after the first exit (`--wait=0`); srun gives
-every rank a terminal (`unset SLURM_UNBUFFEREDIO`); and its exit status is 0 when jobs fail.
+requeue only interrupted ones); srun kills ranks 60 s after the first exit, and some options of
+sbatch are written twice (`without_repeats` of its script, with `--wait=0`); srun gives every rank a
+terminal (`unset SLURM_UNBUFFEREDIO`); and its exit status is 0 when jobs fail.
 """
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +35,31 @@ def materialize(launch: Launch) -> list[str]:
         ]
     shutil.rmtree(_home(launch))
     return scripts
+
+
+def without_repeats(script: str) -> str:
+    """Return a batch script with each option of sbatch once, and srun's own `--wait` alone."""
+    lines: list[str] = []
+    for line in script.splitlines(keepends=True):
+        if line.startswith("#SBATCH ") and line in lines:
+            continue
+        if re.match(r"srun\b.* --wait=0\b", line):
+            line = line.replace(" --wait=60", "", 1)  # noqa: PLW2901
+        lines.append(line)
+    return "".join(lines)
+
+
+@contextmanager
+def _clean_scripts() -> Iterator[None]:
+    """Remove repeated options from the scripts that NeMo-Run writes in the block."""
+    from nemo_run.core.execution.slurm import SlurmBatchRequest
+
+    original = SlurmBatchRequest.materialize
+    SlurmBatchRequest.materialize = lambda request: without_repeats(original(request))
+    try:
+        yield
+    finally:
+        SlurmBatchRequest.materialize = original
 
 
 def submit(launch: Launch) -> list[str]:
@@ -78,7 +105,7 @@ def _slurm_experiment(launch: Launch) -> Iterator[Any]:
     if not cluster.requeue:
         further["no_requeue"] = True
     tasks: list[str] = []
-    with _experiment(run, launch, run.LocalExecutor()) as experiment:
+    with _clean_scripts(), _experiment(run, launch, run.LocalExecutor()) as experiment:
         for link in range(1, launch.chain + 1):
             executor = run.SlurmExecutor(
                 account=cluster.account,

@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from megatron_rl.apps.report.traces import (
     traced_steps,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import PHASES, TIMELINE, read_rows
+from megatron_rl.runs.files import PHASES, TIMELINE, changed_releases, read_rows
 
 MAX_TIMELINE_STEPS = 20
 NEARLY = 0.001  # seconds; a resumed run leaves a longer gap between two steps
@@ -120,9 +121,22 @@ def _describe(run: Run) -> dict[str, str]:
         **({"Model": _short(model["path"])} if model.get("path") else {}),
         **({"Task": ", ".join(task)} if task else {}),
         "Started" if start else "Last written": start.get("time", date),
-        "Version": f"megatron_rl {start.get('version', 'not recorded')}",
+        "Version": _describe_releases(run.starts),
         "Command": command,
     }
+
+
+def _describe_releases(starts: Sequence[Mapping[str, Any]]) -> str:
+    """List the releases of the first start, and each change at a later one with its step."""
+    first = starts[0] if starts else {}
+    own = {"megatron_rl": first.get("version", "not recorded")}
+    releases = first.get("releases") or own
+    parts = [", ".join(f"{name} {release}" for name, release in releases.items())]
+    for before, now in pairwise(starts):
+        if changed := changed_releases(before, now):
+            text = ", ".join(f"{name} {change}" for name, change in sorted(changed.items()))
+            parts.append(f"after step {now.get('after_step', 0)} {text}")
+    return "; ".join(parts)
 
 
 def _short(path: str) -> str:

@@ -213,10 +213,10 @@ def break_engine_weights(*, is_mine):
 
 def compute_nonsense(*, is_mine):
     """NaN in update 2, an infinite gradient in update 4, NaN in a weight after step 2."""
-    from megatron_rl.actor import actor
+    from megatron_rl.actor import training
     from megatron_rl.actor.actor import MegatronActor
 
-    update, step, calls = MegatronActor.update, actor.take_step, []
+    update, step, calls = MegatronActor.update, training.take_step, []
 
     def broken_step(optimizer, wrapped, *arguments, **options):
         if len(calls) == 4:
@@ -241,7 +241,7 @@ def compute_nonsense(*, is_mine):
         return result
 
     if is_mine:
-        MegatronActor.update, actor.take_step = broken_update, broken_step
+        MegatronActor.update, training.take_step = broken_update, broken_step
 
 
 def compute_nonsense_and_stop(*, is_mine):

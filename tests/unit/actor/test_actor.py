@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.actor.actor import learning_rate_at
 from megatron_rl.actor.settings import ActorSettings
+from megatron_rl.actor.training import learning_rate_at
 from megatron_rl.config.sections import OptimizerSection
 from megatron_rl.objectives.statistics import DECILES, Statistics
 from tests.functional.test_actor_layouts import make_model, make_rollouts

@@ -208,7 +208,7 @@ def test_csv_of_structs_and_of_texts_with_line_breaks(tmp_path):
          "line 1: has a value in the column images; models here read text only"),
         ('{"prompt": [{"role": "assistant", "content": "7"}], "answer": 1}',
          "line 1: prompt ends with a message of the assistant"),
-        ("[" * 100_000, "line 1 is not JSON"),
+        ("{\"a\":" * 100_000, "line 1 is not JSON"),
         ("version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer instead of the rows"),
         ('{"prompt": "a", "answer": 1, "choices": ["b", "c"]}',
          "line 1: the prompt lacks the texts of the column choices; write it into"),
@@ -253,3 +253,45 @@ def test_system_column_is_the_system_message(tmp_path):
     row["conversations"].insert(0, {"from": "system", "value": "a"})
     with pytest.raises(ValueError, match=r"line 1: .* its column system would be a second one"):
         parse(write_lines(path, row), columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("a.jsonl", b' \n[{"prompt": "a"}]', "is one JSON array.*json.load"),
+        ("a.jsonl", b"\xef\xbb\xbf[\n{}]", "is one JSON array"),
+        ("a.jsonl", b'{\r\n  "prompt": "a"\r\n}', "has JSON over several lines"),
+        ("a.jsonl", b"<!DOCTYPE html>", "is a page in HTML"),
+        ("a.csv", b"<html>", "is a page in HTML"),
+        ("a.csv", b"PK\x03\x04..", "is a zip archive or a spreadsheet.*save it as .csv"),
+        ("a.jsonl", b"\x1f\x8b\x08", "is compressed, in spite of its name; decompress"),
+        ("a.parquet", b"\x1f\x8b\x08", "is compressed"),
+    ],
+)
+def test_file_of_another_kind_is_named(tmp_path, name, content, error):
+    """Leaving out bad rows would be no cure: none is good."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=error) as caught:
+        parse(tmp_path / name)
+    assert "bad_rows" not in str(caught.value)
+
+
+def test_parquet_is_known_by_its_content(tmp_path):
+    path = write_table(tmp_path / "a.parquet", {"prompt": "ab", "answer": "7"})
+    assert parse(path)[0].ground_truth == "7"
+    with pytest.raises(ValueError, match=r"is a parquet file.*rename it to end with \.parquet"):
+        parse(path.rename(tmp_path / "a.jsonl"))
+
+
+def test_conversations_need_no_columns_of_evaluation_sets(tmp_path):
+    """`data.columns` given for `eval.sets`: rows that are messages are read as without them."""
+    columns = ColumnsSection(prompt="question", answer="answer")
+    answered = {"messages": [USER, {"role": "assistant", "content": "7"}]}
+    path = write_lines(tmp_path / "a.jsonl", answered)
+    ((number, row),) = read_rows(path, columns, conversations=True)
+    found = parse_row(row, columns, path=path, number=number, conversations=True)
+    assert [each["content"] for each in found.messages] == ["ab", "7"]
+    path = write_lines(tmp_path / "b.jsonl", {"text": "a", "reply": "b"})
+    cure = r"set, as an example, sft.validation.v.columns=\{prompt: question, completion: answer\}"
+    with pytest.raises(ValueError, match=cure):
+        list(read_rows(path, columns, conversations=True, setting="sft.validation.v.columns"))

@@ -16,6 +16,7 @@ from megatron_rl.data.rows import count_rows
 from megatron_rl.data.tokenizer import (
     check_same_tokens,
     check_tokenizer_files,
+    describe_other_reader,
     describe_raw,
     load_tokenizer,
 )
@@ -336,3 +337,19 @@ def test_files_are_compared_where_a_teacher_has_no_tokenizer_json(tmp_path):
     check_same_tokens(tmp_path / "one", tmp_path / "same")
     with pytest.raises(UserError, match=r"differ in tiktoken.model"):
         check_same_tokens(tmp_path / "one", tmp_path / "other")
+
+
+def test_folder_that_another_class_reads_otherwise_is_named(tmp_path):
+    """transformers takes qwen2's class, of bytes, for pieces that begin with a mark of a space."""
+    write_folder(
+        tmp_path, metaspace(prefix=True), model_type="qwen2", tokenizer_class="TokenizersBackend"
+    )
+    note = describe_other_reader(tmp_path)
+    assert note is not None and f"AutoTokenizer does not read {tmp_path} as it is trained" in note
+    assert note.endswith("load the tokenizer by transformers.PreTrainedTokenizerFast")
+    write_folder(
+        tmp_path, metaspace(prefix=True), model_type="llama", tokenizer_class="TokenizersBackend"
+    )
+    assert describe_other_reader(tmp_path) is None
+    (tmp_path / "tokenizer.json").unlink()  # it would need the folder's own code
+    assert describe_other_reader(tmp_path) is None

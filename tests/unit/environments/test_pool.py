@@ -12,6 +12,7 @@ from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
     EnvironmentFailure,
+    read_answer,
 )
 from megatron_rl.environments.pool import EnvironmentPool
 from tests.running import assert_end
@@ -292,3 +293,18 @@ def test_replay_from_journal_repeats_no_side_effect(tmp_path):
     assert len(seen.read_text().splitlines()) == calls
     ends = sum(file.read_bytes().count(b"\n") for file in journal.iterdir())
     assert ends == 4 + 4  # 2 x 2; then 2 x 1, and two of the last call
+
+
+@pytest.mark.parametrize(
+    ("observation", "problem"),
+    [
+        ([{"role": "user", "content": "", "id": "x" * 2_000_000}], "2,000,002 characters"),
+        ([{"role": "tool", "content": "", "x": {"y" * 2_000_000: 1}}], "2,000,003 characters"),
+        ([{"role": "user", "content": ""}] * 300_000, "300,000 messages"),
+    ],
+)
+def test_limits_count_all_keys_and_messages(observation, problem):
+    with pytest.raises(TypeError, match=problem):
+        read_answer(Answer(observation), name="a:B")
+    whole = [{"role": "user", "content": "x" * 1_000_000}]
+    assert read_answer(Answer(whole), name="a:B")["observation"] == whole

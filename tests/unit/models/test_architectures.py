@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron_rl.models.adapters import target_problems
+from megatron_rl.models.config_keys import TEXT_MODELS
 from megatron_rl.models.shape import read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import (
     check_headers,
@@ -312,3 +313,16 @@ def test_both_levels_of_a_published_config_are_checked(outer, inner, named, tmp_
     path.write_text(json.dumps(config | outer | {"text_config": text | inner}))
     with pytest.raises(ValueError, match=named):
         read_model_shape(tmp_path)
+
+
+def test_config_without_architectures_is_read_as_transformers_reads_it(tmp_path):
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    assert {kind: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] for kind in TEXT_MODELS} == TEXT_MODELS
+    config = transformers.Qwen2Config(**SIZES | {"hidden_size": 64})
+    config.save_pretrained(tmp_path)
+    named = json.loads((tmp_path / "config.json").read_text())
+    for given in ({}, {"architectures": None}, {"architectures": []}):
+        named.pop("architectures", None)
+        (tmp_path / "config.json").write_text(json.dumps(named | given))
+        assert read_model_shape(tmp_path).architecture == "Qwen2ForCausalLM"

@@ -1,4 +1,4 @@
-"""The code in docs/use-in-your-trainer.md runs and gives policy_loss's numbers.
+"""The code of docs/use-in-your-trainer.md and its examples runs and gives policy_loss's numbers.
 
 verl and TRL are not installed here: their names in these snippets are replaced by the two things
 that the snippets use of them, a registry and a base class.
@@ -17,6 +17,7 @@ from megatron_rl.objectives import OBJECTIVE_NAMES, build_objective, policy_loss
 
 PAGE = Path(__file__).parents[3] / "docs" / "use-in-your-trainer.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+EXAMPLES = PAGE.parents[1] / "examples" / "trainers"
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_verl_registration_of_page(batch, monkeypatch):
         return lambda function: registry.setdefault(name, function)
 
     execute(
-        SNIPPETS[1],
+        (EXAMPLES / "verl_loss.py").read_text(),
         monkeypatch,
         verl__trainer__ppo__core_algos={"register_policy_loss": register_policy_loss},
     )
@@ -91,7 +92,9 @@ def test_verl_registration_of_page(batch, monkeypatch):
 
 
 def test_trl_trainer_of_page(batch, monkeypatch):
-    trainer = execute(SNIPPETS[2], monkeypatch, trl={"GRPOTrainer": object})["PNPOTrainer"]
+    trainer = execute(
+        (EXAMPLES / "trl_trainer.py").read_text(), monkeypatch, trl={"GRPOTrainer": object}
+    )["PNPOTrainer"]
 
     def loss_of(rows, *, objective, parts=1, processes=1, steps_per_generation=1):
         given = SimpleNamespace(

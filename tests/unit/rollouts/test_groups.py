@@ -12,6 +12,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.environments.interface import FAILURE_REASONS
 from megatron_rl.objectives import build_objective
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT, UNPARSABLE_TRUTH
+from megatron_rl.rewards.worker import LARGEST_REWARD
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.engine_source import is_informative
 from megatron_rl.rollouts.groups import (
@@ -157,3 +158,24 @@ def test_minibatch_of_masked_responses_has_nonzero_sizes():
 def test_buffer_longer_than_limit_is_refused():
     with pytest.raises(ConfigError, match=r"shaping\.overlong\.buffer=21 is more than"):
         config(shaping={"overlong": {"buffer": 21}})
+
+
+@pytest.mark.parametrize("estimator", ["group_relative", "leave_one_out", "batch_baseline"])
+def test_advantages_of_the_largest_rewards_are_finite_and_scale(estimator):
+    """Squares of 1e20 are above float32's range: the advantages would be 0 or infinite."""
+    settings = config(advantage={"estimator": estimator})
+    slots = [PromptSlot(1, 0), PromptSlot(1, 1)]
+
+    def advantages(scale):
+        rewards = [[1.0, -1.0], [1.0, 0.0]]
+        rollouts = [
+            rollout(scale * reward, 3, sample=sample, prompt=prompt)
+            for prompt, group in enumerate(rewards) for sample, reward in enumerate(group)
+        ]  # fmt: skip
+        groups = build_groups(rollouts, slots, config=settings, step=1, updates=0)
+        return np.concatenate([group.advantages for group in groups])
+
+    largest = advantages(LARGEST_REWARD)
+    assert np.isfinite(largest).all() and np.count_nonzero(largest) >= 3
+    factor = LARGEST_REWARD if estimator == "leave_one_out" else 1.0
+    np.testing.assert_allclose(largest / factor, advantages(1.0), rtol=1e-5)

@@ -334,3 +334,42 @@ def test_odd_characters_do_not_break_recording(tmp_path):
     assert (kept["prompt"], kept["ground_truth"], kept["data_source"]) == ("cut ?", "7?", "?")
     assert (kept["reason"], kept["extracted"]) == ("?", "x?")
     assert json.loads(prompt.row)["more"] == ["?"]
+
+
+def test_steps_whose_checkpoints_were_not_saved_are_repeated_and_named(tmp_path):
+    """A disk that was full for a while loses nothing; a checkpoint that was saved and is gone is.
+
+    Also without the records of what failed, for which the disk may have had no room.
+    """
+    config = build_config()
+    config = parse_config(config.model_dump() | {"trainer": {"checkpoint_every": 1}})
+    directory = RunDirectory(tmp_path / "a")
+    directory.create(config)
+    write_checkpoint(directory, 2)
+    record(directory, 4)
+    with pytest.raises(ConfigError, match="later ones are lost"):
+        directory.check_checkpoints(config)
+    directory.record_save(2)
+    directory.check_checkpoints(config)
+    for step in (3, 4):
+        directory.record_save(step, error="no space left")
+    directory.check_checkpoints(config)
+    expected = "steps 3 to 4 had no checkpoint and will be trained again; step 4 was not saved: no "
+    assert directory.describe_unsaved(2) == expected + "space left"
+    assert directory.describe_unsaved(4) is None
+    directory.record_save(4)
+    with pytest.raises(ConfigError, match="later ones are lost"):
+        directory.check_checkpoints(config)
+
+
+def test_other_releases_than_at_the_last_start_are_named(tmp_path):
+    directory = RunDirectory(tmp_path / "a")
+    assert directory.describe_releases() is None
+    directory.create(build_config())
+    assert directory.describe_releases() is None
+    starts = directory.path / "starts.jsonl"
+    row = json.loads(starts.read_text())
+    assert {"megatron_rl", "torch", "vllm", "megatron-core", "transformers"} == set(row["releases"])
+    row["releases"]["torch"] = "1.0"
+    starts.write_text(json.dumps(row) + "\n")
+    assert "torch 1.0 -> " in directory.describe_releases()

@@ -40,3 +40,11 @@ def test_files_of_checkpoint_are_synced_before_manifest(tmp_path, monkeypatch):
     assert {"metrics.jsonl", "schedule.jsonl", "timeline.jsonl"} <= set(before)
     partials = (".config.yaml.partial", ".metrics.jsonl.partial", ".step_000001.parquet.partial")
     assert set(partials) <= set(before)
+
+
+def test_row_takes_the_place_of_one_that_a_kill_has_cut(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    for text in ("", '{"a": 1}\n', '{"a": 1}\n{"a": "' + "x" * 200_000):
+        file.write_text(text)
+        files.append_row(file, {"b": 2})
+        assert files.read_rows(file) == [*([{"a": 1}] if text else []), {"b": 2}]

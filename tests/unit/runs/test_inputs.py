@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.errors import UserError
 from megatron_rl.runs import inputs
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.inputs import module_files, read_inputs
@@ -119,8 +120,31 @@ def test_moved_prompts_of_same_content_are_accepted(build, tmp_path):
     directory.check_usable(moved("data.jsonl"))
     with pytest.raises(ConfigError, match=r"data\.train: "):
         directory.check_usable(moved("other.jsonl"))
-    with pytest.raises(ConfigError, match=r"data\.train: "):
-        directory.check_usable(moved("moved.jsonl"))  # the name of the file is its source
+    directory.check_usable(moved("moved.jsonl"))
+    (line,) = directory.check_inputs(moved("moved.jsonl"))
+    assert "data.jsonl is now called moved.jsonl" in line and "are of moved from now on" in line
+
+
+def test_content_is_in_the_order_of_names_and_a_function_is_part_of_its_name():
+    def made(name, *files):
+        return inputs.Input(name, dict(files), 2)
+
+    shards = made("/d", ("a.parquet", "1"), ("b.parquet", "2"))
+    assert made("/e", ("x.parquet", "1"), ("y.parquet", "2")).has_content_of(shards)
+    assert not made("/e", ("a.parquet", "2"), ("b.parquet", "1")).has_content_of(shards)
+    code = made("mine:score", ("helpers", "1"), ("mine", "2"))
+    assert made("a:score", ("a", "2"), ("helpers", "1")).has_content_of(code)
+    assert not made("mine:other", ("helpers", "1"), ("mine", "2")).has_content_of(code)
+
+
+def test_damaged_records_are_named(build):
+    directory = start(build())
+    directory.inputs_file.write_text(directory.inputs_file.read_text()[:100])
+    with pytest.raises(UserError, match=r"inputs\.json is damaged"):
+        directory.check_inputs(build())
+    directory.config_file.write_text("")
+    with pytest.raises(ConfigError, match=r"config\.yaml, which has the settings .* is empty"):
+        directory.check_usable(build())
 
 
 def test_code_of_packages_and_of_this_one_is_not_followed(build, tmp_path):

@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from megatron_rl.commands.train import check_place
+from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.errors import UserError
 from megatron_rl.runtime import joining
 from megatron_rl.runtime.joining import (
@@ -12,7 +14,7 @@ from megatron_rl.runtime.joining import (
     join_processes,
     share_of_cores,
 )
-from megatron_rl.runtime.processes import prepare_environment
+from megatron_rl.runtime.processes import LAUNCHER, prepare_environment
 
 MEETING = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -206,3 +208,37 @@ def test_cores_under_slurm_before_ranks_can_ask_each_other(monkeypatch, cores, r
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
     assert cores_before_joining(ranks) == share
+
+
+def test_missing_network_interface_is_named(environment):
+    """A profile of a cluster on a machine without its network."""
+    environment.setattr(joining, "has_cuda", lambda: True)
+    for variable, value, is_here in (
+        ("GLOO_SOCKET_IFNAME", "lo", True), ("GLOO_SOCKET_IFNAME", "ib7", False),
+        ("GLOO_SOCKET_IFNAME", "l", False), ("NCCL_SOCKET_IFNAME", "ib7,l", True),
+        ("NCCL_SOCKET_IFNAME", "=l", False), ("NCCL_SOCKET_IFNAME", "^ib7", True),
+        ("NCCL_SOCKET_IFNAME", "", True),
+    ):  # fmt: skip
+        environment.setenv(variable, value)
+        if is_here:
+            assert join_processes() is None
+        else:
+            with pytest.raises(
+                UserError, match=f"{variable}=.*: this machine has.*lo.*unset {variable}"
+            ):
+                join_processes()
+        environment.delenv(variable)
+
+
+def test_left_over_number_of_ranks_is_named(environment):
+    config = parse_config(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "parallel": {"tensor": 2}}
+    )
+    environment.delenv(LAUNCHER, raising=False)
+    with pytest.raises(
+        ConfigError, match=r"start 2 processes; .*WORLD_SIZE=3 .*RANK=1: .*unset RANK"
+    ):
+        check_place(config, ProcessPlace(1, 3, 0))
+    check_place(config, ProcessPlace(1, 2, 0))
+    environment.setenv("TORCHELASTIC_RUN_ID", "a")
+    check_place(config, ProcessPlace(1, 3, 0))

@@ -54,6 +54,27 @@ def test_user_environment_variables_are_kept(monkeypatch):
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"  # nothing phones home unless asked for
 
 
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_variables_of_which_a_run_needs_one_value_are_replaced(monkeypatch, capfd, rank):
+    """With TOKENIZERS_PARALLELISM, forked ranks would wait for threads of the launcher forever."""
+    for name in processes._NEEDED:
+        monkeypatch.setenv(name, "True")
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    prepare_environment()
+    assert {name: os.environ[name] for name in processes._NEEDED} == {
+        "TOKENIZERS_PARALLELISM": "false", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_MODELSCOPE": "false",
+    }  # fmt: skip
+    first = capfd.readouterr().err
+    assert ("TOKENIZERS_PARALLELISM=True has no effect: " in first) == (rank != "1")
+    prepare_environment()
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "FALSE")  # the same
+    prepare_environment()
+    assert not capfd.readouterr().err
+
+
 def test_unwritable_home_is_not_used(monkeypatch, tmp_path):
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -191,3 +191,32 @@ def test_threads_are_distinguished():
     assert split_stacks(text) == {
         0x7F01: '  File "a.py", line 1 in f\n', 0x7F02: '  File "b.py", line 2 in g\n',
     }  # fmt: skip
+
+
+def test_killed_watchdog_is_replaced_and_named(tmp_path):
+    """By the rank that has started it: no later hang would end."""
+    script = f"""
+import os, signal, sys, threading, time
+from pathlib import Path
+import psutil
+from megatron_rl.trainer import startup
+from megatron_rl.runtime.watchdog import allocate_heartbeats
+folder = Path({str(tmp_path)!r})
+with (folder / "board").open("wb") as file:
+    allocate_heartbeats(file.fileno(), ranks=1)
+(folder / "stacks0").touch()
+progress = startup._open(folder, 0, budget=1.0, budgets={{}})
+startup._start_watcher(folder, [0], reports=folder / "stalls", log=print)
+progress.begin("start")
+(watcher,) = psutil.Process().children()
+watcher.kill()
+while not (found := psutil.Process().children()) or found[0].pid == watcher.pid:
+    progress.count()
+    time.sleep(0.01)
+time.sleep(600)  # a hang: the next one ends this process
+"""
+    ended = subprocess.run([sys.executable, "-u", "-c", script], capture_output=True, text=True,
+                           timeout=300, check=False)  # fmt: skip
+    assert ended.returncode == -9, ended.stderr
+    assert "the watchdog of this node has ended (exit status -9): starting another" in ended.stdout
+    assert list((tmp_path / "stalls").glob("*.txt"))

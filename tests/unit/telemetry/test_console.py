@@ -11,13 +11,15 @@ def test_lines_without_terminal_are_plain(tmp_path, capsys):
     assert (tmp_path / "log.txt").read_text().endswith(" step 1  [reward] 0.5\n")
 
 
-def test_long_phase_prints_once_a_minute(capsys, monkeypatch):
-    now = iter([0.0, 10.0, 61.0, 61.0, 100.0, 122.0, 122.0])
+def test_long_phase_prints_every_ten_seconds_and_later_less_often(capsys, monkeypatch):
+    """A line is due after ten seconds, and after a quarter of what the phase has taken."""
+    now = iter([0.0, 5.0, 11.0, 20.0, 100.0, 120.0])
     monkeypatch.setattr(console_module.time, "monotonic", lambda: next(now))
     with Console(is_main_rank=True).progress("rollout") as advance:
-        for done in (1, 2, 3, 4):  # at 10, 61, 100 and 122 seconds
-            advance(done, 4)
-    assert capsys.readouterr().out == "  rollout: 2/4\n  rollout: 4/4\n"
+        for done in (0, 0, 1, 2, 4):  # at 5, 11, 20, 100 and 120 seconds
+            advance(done, 8, 1000 * done)
+    lines = ["  rollout: 0/8", "  rollout: 2/8, 2,000 tokens, about 300 s left"]
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_only_main_rank_prints(tmp_path, capsys):

@@ -97,7 +97,7 @@ class ScriptedActor:
         return [(values, -0.5 * values) for values in logprobs]
 
     def update(self, minibatch, objective, *, rule=None):
-        from megatron_rl.actor.actor import UpdateResult
+        from megatron_rl.actor.training import UpdateResult
 
         frozen = {float(b.behavior_logprobs.min()) for b in minibatch.micro_batches}
         self.events.append(("update", frozen))

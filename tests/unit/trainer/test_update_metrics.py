@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl.actor.actor import UpdateResult
+from megatron_rl.actor.training import UpdateResult
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
 from megatron_rl.trainer.update_metrics import UpdateMetrics, build_update_table

@@ -424,3 +424,50 @@ def test_failed_and_late_calls_are_not_repeated_by_a_resumed_run(tmp_path):
             lives.append(len(psutil.Process(pool._process.pid).children(recursive=True)))
     assert lives[0] == lives[2]
     assert lives[3] == 1  # no conversation has had a process
+
+
+def open_leaver(**settings):
+    return test_pool.open_pool("Leaver", module="tests.unit.workers.leftovers", **settings)
+
+
+def test_temporary_files_end_with_their_process_and_a_server_of_the_module_with_the_run():
+    lines = []
+    with open_leaver(limit=2.0, echo=lines.append) as pool:
+        folder = pool._temporary
+        (first,), (late,), (failed,) = play(pool, [{}, {"hangs": True}, {"floods": True}])
+        assert (first.reason, late.kind, failed.kind) == ("here", "timed_out", "failed")
+        assert [one[0].reason for one in play(pool, [{}, {}])] == ["here", "here"]
+        deadline = time.monotonic() + 60
+        while sorted(one.name for one in folder.iterdir()) != ["server", "server.py"]:
+            assert time.monotonic() < deadline, list(folder.rglob("*"))
+            time.sleep(0.02)
+        pool.report_failures()
+        counted = [line for line in lines if "conversations: environment" in line]
+        assert len(counted) == 2 and any("the reason" in line for line in counted), lines[-3:]
+    assert not folder.exists()
+    assert not client._processes_with(f"TMPDIR={folder}".encode())
+
+
+def test_killed_manager_leaves_nothing():
+    with open_leaver() as pool:
+        play(pool, [{}])
+        mark = f"TMPDIR={pool._temporary}".encode()
+        assert client._processes_with(mark)  # the server, which no template has
+        pool._process.kill()
+        with pytest.raises(BrokenEnvironmentError, match="has ended by itself"):
+            while True:
+                pool.poll(1.0)
+        assert not client._processes_with(mark)
+    assert not pool._temporary.exists()
+
+
+def test_rewards_too_large_for_float32_are_their_own_responses_failure():
+    reward = RewardSection(verifier="tests.unit.workers.leftovers:verify", on_error="zero")
+    lines = []
+    with VerifierPool(reward, WorkersSection(), cores=1, echo=lines.append) as pool:
+        texts = ["1", "1e39", "1e308", "-2", "nan"]
+        results = pool.verify_all([Item(text, "", "") for text in texts])
+        assert [one.reward for one in results] == [2.0, 0.0, 0.0, -4.0, 0.0]
+        assert "3 grades failed" in lines[-1]
+        left = [list(one.iterdir()) for one in pool._temporary.iterdir() if one.name.isdigit()]
+        assert sum(map(len, left)) <= 1  # of the call whose process is being ended

@@ -580,3 +580,14 @@ def test_run_on_other_machines_ignores_local_devices(config):
     output = str(error.value)
     assert output.startswith("this launch cannot start:\n") and "transformer_engine" not in output
     assert "model.path: " in output
+
+
+def test_options_of_a_batch_script_are_given_once():
+    script = (
+        "#!/bin/bash\n#SBATCH --gpus-per-node=8\n#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n\n"
+        "srun --output o --wait=60 --kill-on-bad-exit=1 --wait=0 bash rank.sh\n"
+    )
+    assert nemo.without_repeats(script) == (
+        "#!/bin/bash\n#SBATCH --gpus-per-node=8\n#SBATCH --nodes=2\n\n"
+        "srun --output o --kill-on-bad-exit=1 --wait=0 bash rank.sh\n"
+    )
