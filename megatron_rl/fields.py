@@ -1,7 +1,7 @@
-"""What fields of rows and messages are, by type, property and words of their names.
+"""Kinds of the fields of rows and messages, by type, property and words of their names.
 
 Nothing here knows the names of one data set: media are found by their types, choices by the answer
-that names one of them, and what says how a message is trained by words such as `weight` or `mask`.
+that names one of them, and flags of training by words such as `weight` or `mask`.
 """
 
 import ast
@@ -67,11 +67,11 @@ def is_media(name: str, value: Any) -> bool:
 
 
 def changes_training(name: str, value: Any, *, is_column: bool = False) -> bool:
-    """Return True if a field that nothing reads says that an answer is to be trained otherwise.
+    """Return True if a field that nothing reads asks for an answer to be trained otherwise.
 
     Of a message, every number and text is one that is no label and not neutral: texts are what the
     policy would write, numbers how it is weighted. is_column: a column of a row, of which only
-    numbers count whose name says so.
+    numbers count whose name asks for it.
     """
     if isinstance(value, Mapping):
         return any(

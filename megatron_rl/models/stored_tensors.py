@@ -187,9 +187,9 @@ def check_headers(folder: str | Path, shape: ModelShape) -> None:
             "both again by save_pretrained of transformers"
         )
     modules = {name.rpartition(".")[0] for name in (*wanted, *OUTPUT_LAYER.hf)}
-    if beside := [name for name in _unread(entries, shape) if name.rpartition(".")[0] in modules]:
+    if further := [name for name in _unread(entries, shape) if name.rpartition(".")[0] in modules]:
         raise UserError(
-            f"weights in {folder}: {shape.architecture} has no {format_problems(beside)}, so "
+            f"weights in {folder}: {shape.architecture} has no {format_problems(further)}, so "
             "the file is of another model, or was trained with what transformers and vLLM do not "
             "compute; name its architecture in config.json, or remove these tensors"
         )
