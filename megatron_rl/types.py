@@ -223,6 +223,9 @@ class PromptGroup:
     first_trained_at_step: int = 0  # 0: not trained yet
     times_trained: int = 0  # number of steps that trained the group
     num_updates: int = 0  # optimizer updates on the group, in all these steps
+    # [G] of [L] float32, where the response's arrays are: of the critic, at the last step that
+    # trained the group; empty: without a critic
+    values: tuple[np.ndarray | None, ...] = ()
     # G of [turns] float32; empty: all turns of a response have its advantage
     turn_advantages: tuple[np.ndarray, ...] = ()
 
@@ -343,6 +346,8 @@ class TokenBatch:
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None
+    values: Tensor | None = None  # [T] float32, of a critic when it computed the advantages
+    returns: Tensor | None = None  # [T] float32, what its update regresses on
     # The behavior policy is the policy itself, so that ratios are 1: demonstrations
     on_policy: bool = False
 

@@ -189,14 +189,18 @@ def _experts(
 
 
 def build_chunks(
-    shape: ModelShape, *, settings: ActorSettings, topology: Topology
+    shape: ModelShape,
+    *,
+    settings: ActorSettings,
+    topology: Topology,
+    model: type[PolicyModel] = PolicyModel,
 ) -> list[PolicyModel]:
     """Build this rank's model chunks, one per virtual stage, without loading weights."""
     config = build_transformer_config(shape, settings, topology)
     virtual = topology.virtual_stages
     stages: list[int | None] = [None] if virtual == 1 else list(range(virtual))
     return [
-        PolicyModel(
+        model(
             shape,
             config=config,
             topology=topology,

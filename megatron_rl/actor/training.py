@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -20,7 +20,7 @@ from megatron_rl.actor.cpu_adaptation import megatron_runtime
 from megatron_rl.actor.digest import describe_layout, digest_tensors, training_state
 from megatron_rl.actor.lora import add_adapters, describe_adapters, load_adapters
 from megatron_rl.actor.memory import TrainingState, optimizer_parts
-from megatron_rl.actor.model import HeadOutputs
+from megatron_rl.actor.model import HeadOutputs, PolicyModel
 from megatron_rl.actor.packs import LocalPack, PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
@@ -53,16 +53,24 @@ def learning_rate_at(update: int, settings: ActorSettings) -> float:
     return lowest + (optimizer.learning_rate - lowest) * remaining
 
 
+class LossStatistics(Protocol):
+    """Statistics of a loss over a minibatch."""
+
+    def raise_on_faults(self) -> None:
+        """Raise ValueError if a value is not finite."""
+
+
+Of = TypeVar("Of", bound=LossStatistics)
 # Returns the reason for not running the optimizer step, or None to run it. The statistics are those
 # of the whole minibatch.
 StopRule = Callable[[Statistics], str | None]
 
 
 @dataclass(frozen=True)
-class UpdateResult:
+class Update(Generic[Of]):
     """Result of one optimizer update; identical on every rank."""
 
-    statistics: Statistics
+    statistics: Of
     grad_norm: float
     learning_rate: float
     skipped: str | None = None  # reason for a skipped step: a non-finite value or gradient
@@ -76,15 +84,18 @@ class UpdateResult:
         return self.skipped is None and self.stopped is None
 
 
+UpdateResult = Update[Statistics]  # of the policy
+
+
 def take_step(
     optimizer: MegatronOptimizer,
     ddp_chunks: list[DistributedDataParallel],
-    statistics: Statistics,
+    statistics: Of,
     *,
     rate: float,
     max_grad_norm: float,
-    rule: StopRule | None,
-) -> UpdateResult:
+    rule: Callable[[Of], str | None] | None,
+) -> Update[Of]:
     """Run the optimizer step unless a check skips it; report the norm before clipping. Collective.
 
     rate: the learning rate, already set in the parameter groups. The code follows Megatron's
@@ -92,7 +103,7 @@ def take_step(
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())  # the only device sync of the step
-    result = UpdateResult(statistics, grad_norm, rate)
+    result = Update(statistics, grad_norm, rate)
     try:
         statistics.raise_on_faults()
     except ValueError as fault:
@@ -120,6 +131,8 @@ class TrainedModel(ScoringModel):
     every forward pass of a micro-batch.
     """
 
+    model_class: type[PolicyModel] = PolicyModel  # of its chunks
+
     def __init__(
         self,
         model_folder: str | Path,
@@ -135,7 +148,9 @@ class TrainedModel(ScoringModel):
         self.is_initial = True  # the weights are those of `model_folder`
         self.packs = PackCache(shape, topology, dtype=settings.dtype, on_prepare=on_micro_batch)
         with megatron_runtime():
-            self.chunks = build_chunks(shape, settings=settings, topology=topology)
+            self.chunks = build_chunks(
+                shape, settings=settings, topology=topology, model=self.model_class
+            )
             load_model(self.chunks, shape=shape, topology=topology, folder=model_folder)
             if settings.lora:
                 add_adapters(
@@ -160,9 +175,9 @@ class TrainedModel(ScoringModel):
         loss: MicroBatchLoss,
         *,
         outputs: HeadOutputs,
-        reduce: Callable[[list[Any]], Statistics],
-        rule: StopRule | None = None,
-    ) -> tuple[UpdateResult, list[Any]]:
+        reduce: Callable[[list[Any]], Of],
+        rule: Callable[[Of], str | None] | None = None,
+    ) -> tuple[Update[Of], list[Any]]:
         """Run one optimizer update; return its result and the last stage's reports.
 
         reduce: the reports' statistics over the minibatch, equal on every rank. Collective.

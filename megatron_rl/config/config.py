@@ -7,6 +7,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from megatron_rl.config.sections import (
     AdvantageSection,
     ColumnsSection,
+    CriticSection,
     DataSection,
     DynamicSamplingSection,
     EarlyStoppingSection,
@@ -31,7 +32,7 @@ from megatron_rl.config.sections import (
     TrainerSection,
     WorkersSection,
 )
-from megatron_rl.objectives.spec import needs_reference
+from megatron_rl.objectives.spec import needs_reference, uses_advantages
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "rollout": {"responses_per_prompt": 1},
@@ -60,6 +61,7 @@ class Config(Section):
     reward: RewardSection = RewardSection()
     workers: WorkersSection = WorkersSection()
     advantage: AdvantageSection = AdvantageSection()
+    critic: CriticSection | None = None
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     trainer: TrainerSection = TrainerSection()
@@ -121,7 +123,7 @@ class Config(Section):
         problems += self._lag_problems()
         problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
-        problems += sampling_problems(self) + generation_problems(self)
+        problems += sampling_problems(self) + generation_problems(self) + critic_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -386,6 +388,12 @@ class Config(Section):
         }
 
     @property
+    def given_models(self) -> dict[str, str]:
+        """Model folders besides the policy's that the config names, by key."""
+        own = self.critic.path if self.critic is not None else None
+        return self.given_references | ({} if own is None else {"critic.path": own})
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer updates per training step."""
         return self.trainer.epochs * self.trainer.minibatches
@@ -585,6 +593,37 @@ def lora_problems(config: Config) -> list[str]:
     return problems
 
 
+def critic_problems(config: Config) -> list[str]:
+    """List conflicts of `config.critic` with other sections of a `Config`."""
+    if config.critic is None:
+        return []
+    objective, problems = config.objective, []
+    if config.sft is not None:
+        problems.append("critic: has no meaning with sft, which has no rewards; unset one")
+        return problems
+    if config.advantage != AdvantageSection():
+        problems.append(
+            "advantage: no effect with critic, whose values are the baseline; unset one"
+        )
+    if not uses_advantages(objective.choice):
+        problems.append(
+            f"critic: objective.name={objective.name} does not use advantages of tokens; choose "
+            "another objective, or unset critic"
+        )
+    if config.dynamic_sampling.rounds and config.rollout.responses_per_prompt == 1:
+        problems.append(
+            f"dynamic_sampling.rounds={config.dynamic_sampling.rounds} replaces groups whose "
+            "rewards are all equal, which every group of rollout.responses_per_prompt=1 is; unset "
+            "dynamic_sampling, or raise responses_per_prompt"
+        )
+    if config.critic.gae_lambda != 0.95 and config.critic.length_alpha is not None:
+        problems.append(
+            f"critic.gae_lambda={config.critic.gae_lambda:g}: no effect with critic.length_alpha; "
+            "unset one"
+        )
+    return problems
+
+
 def environment_problems(config: Config) -> list[str]:
     """List conflicts of `config.environment` with other sections of a `Config`."""
     environment: EnvironmentSection | None = config.environment
@@ -643,11 +682,11 @@ def sft_problems(config: Config) -> list[str]:
     rollout = config.rollout
     if config.sft is None:
         problems = []
-        if rollout.responses_per_prompt < 2:
+        if rollout.responses_per_prompt < 2 and config.critic is None:
             problems.append(
                 f"rollout.responses_per_prompt={rollout.responses_per_prompt}: must be at least 2, "
-                "because an advantage compares the responses to a prompt; raise it, or set sft to "
-                "train on given answers"
+                "because an advantage compares the responses to a prompt; raise it, set critic to "
+                "compare them with values, or set sft to train on given answers"
             )
         if config.objective.name == "sft":
             problems.append(

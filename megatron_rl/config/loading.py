@@ -319,7 +319,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 # names on the hub are valid, too
-MODELS = ("model.path", "model.reference", "offline.behavior")
+MODELS = ("model.path", "model.reference", "offline.behavior", "critic.path")
 
 
 def _make_absolute(values: dict[str, Any], section: type[BaseModel], prefix: str) -> None:

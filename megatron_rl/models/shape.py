@@ -151,6 +151,7 @@ class ModelShape:
     wrapper: str | None = None  # class of files that also have a vision tower
     fused_experts: bool = False  # files have all experts of a layer in one tensor
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
+    headless: bool = False  # a critic: no output layer
     factors: Factors | None = None  # of adapters, which `weights` then lists alone
 
     @property
@@ -203,7 +204,7 @@ class ModelShape:
         return tuple(
             w
             for w in weights
-            if not (self.tied_embeddings and w is OUTPUT_LAYER)
+            if not ((self.tied_embeddings or self.headless) and w is OUTPUT_LAYER)
             and (self.lists_frozen or not w.frozen)
         )
 

@@ -438,6 +438,13 @@ def needs_reference(needs: Mapping[str, object]) -> bool:
     return "reference_logprobs" in needs or "divergence" in needs
 
 
+def uses_advantages(spec: object) -> bool:
+    """Return True if an objective has a term that is proportional to the advantage of a token."""
+    if isinstance(spec, ObjectiveSpec):
+        return spec.advantage_coefficient > 0
+    return isinstance(spec, FunctionSpec)
+
+
 def check_constant(constant: float, aggregation: Aggregation) -> None:
     """Raise UserError for a constant with an aggregation that is not a sum."""
     if constant != 1.0 and aggregation not in ("response_sum", "token_sum"):

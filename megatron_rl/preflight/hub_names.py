@@ -93,7 +93,7 @@ def hub_problem(name: str) -> str | None:
 
 def _names(config: Config) -> dict[str, str]:
     """Collect the settings that may be hub names, by key."""
-    models = {"model.path": config.model.path, **config.given_references}
+    models = {"model.path": config.model.path, **config.given_models}
     if config.offline.behavior != "file":
         models["offline.behavior"] = config.offline.behavior
     files = {key: path for key, (path, _) in config.prompt_files.items()}

@@ -151,6 +151,10 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
         problems += _same_shape(behavior, "offline.behavior", "it", config, shape)
     for key, folder in config.given_references.items():
         problems += _reference_problems(key, folder, config, shape)
+    if config.critic is not None and config.critic.path is not None:
+        problems += _reference_problems(
+            "critic.path", config.critic.path, config, shape, role="critic"
+        )
     problems += _top_k_problems(config, shape)
     if config.lora is not None and shape is not None:
         problems += target_problems(shape, config.lora.targets)
@@ -217,9 +221,12 @@ def _top_k_problems(config: Config, shape: ModelShape | None) -> list[str]:
 
 
 def _reference_problems(
-    key: str, folder: str, config: Config, shape: ModelShape | None
+    key: str, folder: str, config: Config, shape: ModelShape | None, *, role: str = "reference"
 ) -> list[str]:
-    """List why a model cannot be the reference; of another shape, it has the same vocabulary."""
+    """List why a model cannot be the reference; of another shape, it has the same vocabulary.
+
+    role: reference, or critic, for which the same holds.
+    """
     try:
         other = read_model_shape(folder)
     except ValueError as error:
@@ -230,7 +237,7 @@ def _reference_problems(
     if other.vocab_size != shape.vocab_size:
         return [
             f"{key}: {folder} has a vocabulary of {other.vocab_size} tokens, but "
-            f"{config.model.path} one of {shape.vocab_size}; a reference must have the same "
+            f"{config.model.path} one of {shape.vocab_size}; a {role} must have the same "
             "tokens: give a model of the same family, with the same vocab_size in its config.json"
         ]
     try:
@@ -242,7 +249,7 @@ def _reference_problems(
     problems = [*cut_problems(config.parallel, other), *length_problems(config, other)]
     if config.model.fp8:
         problems.append(
-            f"model.fp8={config.model.fp8} has not been tried with a reference of another shape "
+            f"model.fp8={config.model.fp8} has not been tried with a {role} of another shape "
             "than the policy; unset model.fp8"
         )
     return [f"{key}: {folder}: {problem}" for problem in problems]

@@ -150,6 +150,8 @@ def _weight_problems(config: Config, shape: ModelShape | None, known: list[str])
     folders = {"model.path": config.model.path}
     if needs_reference(config.objective.choice.needs):
         folders |= config.given_references
+    if config.critic is not None and config.critic.path is not None:
+        folders["critic.path"] = config.critic.path
     problems = []
     for key, folder in folders.items():
         if _is_named(key, known):

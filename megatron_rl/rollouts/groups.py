@@ -94,7 +94,9 @@ def build_groups(
         )
         for place, slot in enumerate(slots)
     ]
-    return groups if config.has_late_advantages else compute_all_advantages(groups, config)
+    if config.has_late_advantages or config.critic is not None:
+        return groups
+    return compute_all_advantages(groups, config)
 
 
 def compute_all_advantages(groups: Sequence[PromptGroup], config: Config) -> list[PromptGroup]:
@@ -133,12 +135,17 @@ def _turn_returns(rollouts: Sequence[Rollout], config: Config) -> Tensor:
     turns = max(rollout.response.turns for rollout in rollouts)
     rewards = torch.zeros(len(rollouts), turns, dtype=torch.float64)
     for row, rollout in zip(rewards, rollouts, strict=True):
-        *earlier, _ = rollout.turn_rewards
-        if config.shaping.signed and is_graded(rollout):
-            earlier = [2 * reward for reward in earlier]
-        row[: len(earlier)] = torch.tensor(earlier, dtype=torch.float64)
-        row[len(earlier)] = shape_reward(rollout, config) - math.fsum(earlier)
+        own = turn_rewards(rollout, config)
+        row[: len(own)] = torch.tensor(own, dtype=torch.float64)
     return returns_to_go(rewards)
+
+
+def turn_rewards(rollout: Rollout, config: Config) -> list[float]:
+    """Return the training reward of each turn; they sum to that of the response."""
+    *earlier, _ = rollout.turn_rewards
+    if config.shaping.signed and is_graded(rollout):
+        earlier = [2 * reward for reward in earlier]
+    return [*earlier, shape_reward(rollout, config) - math.fsum(earlier)]
 
 
 def _advantages(

@@ -324,6 +324,8 @@ def build_rollout_batch(
     all_computed = objective.uses_zero_advantage
     counted = [not is_masked(rollout, config) for rollout in rollouts]
     learns = [one for group in groups for one in group.learns]
+    if config.critic is not None:
+        all_computed = True  # values, and so advantages, follow once they are packed
     computed = [one and (all_computed or own) for one, own in zip(counted, learns, strict=True)]
     minibatches = plan_minibatches(
         rollouts,

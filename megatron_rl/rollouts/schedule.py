@@ -333,6 +333,12 @@ class GroupBuffer:
             assert group.slot not in self.groups, f"slot {group.slot} is filled already"
             self.groups[group.slot] = group
 
+    def update(self, groups: Iterable[PromptGroup]) -> None:
+        """Replace groups by what they are now."""
+        for group in groups:
+            assert group.slot in self.groups, f"slot {group.slot} is empty"
+            self.groups[group.slot] = group
+
     def contents(self) -> list[PromptGroup]:
         """All groups, for a checkpoint."""
         return [*self.groups.values(), *self.unfinished.values()]

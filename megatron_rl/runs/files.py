@@ -76,8 +76,8 @@ def try_lock(file: IO[str]) -> bool:
 
 TIMELINE = "timeline.jsonl"
 PHASES = (
-    "rollout", "reward", "pack", "behavior", "reference", "train", "sync", "eval", "record",
-    "checkpoint",
+    "rollout", "reward", "pack", "behavior", "reference", "critic", "train", "sync", "eval",
+    "record", "checkpoint",
 )  # fmt: skip  # of `time/`; they add up to `time/step`
 
 # Cost of a rollout batch in epochs of training: the paper's 510 and 283 s for a step of four epochs

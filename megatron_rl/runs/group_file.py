@@ -50,6 +50,7 @@ SCHEMA = pa.schema(
         "advantage": pa.float32(),
         "turn_advantages": pa.list_(pa.float32()),
         "behavior_logprobs": pa.list_(pa.float32()),
+        "values": pa.list_(pa.float32()),
     }
 )
 
@@ -79,13 +80,15 @@ def write_groups(
             "advantage": advantage,
             "turn_advantages": by_turn,
             "behavior_logprobs": logprobs,
+            "values": values,
         }
         for group in groups
-        for rollout, advantage, by_turn, logprobs in zip(
+        for rollout, advantage, by_turn, logprobs, values in zip(
             group.rollouts,
             group.advantages,
             group.turn_advantages or [None] * len(group.rollouts),
             group.behavior_logprobs,
+            group.values or [None] * len(group.rollouts),
             strict=True,
         )
     ]
@@ -136,7 +139,7 @@ def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ROWS_AT_ONCE = 64  # in memory as rows while a file is written or read
-ARRAYS = {**TOKEN_COLUMNS, "behavior_logprobs": "float32"}
+ARRAYS = {**TOKEN_COLUMNS, "behavior_logprobs": "float32", "values": "float32"}
 
 
 def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
@@ -145,6 +148,7 @@ def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
         rollouts=tuple(_rollout(row, owner=owner) for row in rows),
         advantages=np.array([row["advantage"] for row in rows], np.float32),
         behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
+        values=tuple(row["values"] for row in rows if row.get("values") is not None),
         # missing in a file that an earlier release wrote
         turn_advantages=tuple(
             np.array(row["turn_advantages"], np.float32)

@@ -95,7 +95,7 @@ def read_inputs(config: Config) -> Inputs:
     for key, name in paths.items():
         if name is not None and Path(str(name)).exists():
             found[key] = read_path(str(name))
-    models = {"model.path": config.model.path, **config.given_references,
+    models = {"model.path": config.model.path, **config.given_models,
               "offline.behavior": config.offline.behavior}  # fmt: skip
     for key, name in models.items():
         if (Path(name) / "config.json").is_file():

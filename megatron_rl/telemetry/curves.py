@@ -21,7 +21,9 @@ LABELS = {
 BLUE, ORANGE, GREY = "#2f6db3", "#d9822b", "#8a8f98"
 GREEN, VIOLET, RED, BROWN = "#7fb069", "#b0a8d8", "#c8553d", "#8c6d5a"
 LINES = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY)
-SECONDS = (BLUE, GREEN, "#e3c567", VIOLET, BROWN, ORANGE, RED, GREY, "#5b6770", "#c9ccd1")
+SECONDS = (
+    BLUE, GREEN, "#e3c567", VIOLET, BROWN, "#4f9d9d", ORANGE, RED, GREY, "#5b6770", "#c9ccd1"
+)  # fmt: skip
 
 
 def draw_curves(run_folder: str | Path) -> Path:

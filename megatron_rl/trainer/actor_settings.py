@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron_rl.actor import groups
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.critic import Critic
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.config import Config
 from megatron_rl.distributed.topology import Topology
@@ -43,6 +46,30 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
         seed=config.seed,
         replay_routes=config.model.routing_replay != "none",
     )
+
+
+def build_critic(config: Config, actor: MegatronActor) -> Critic | None:
+    """Build the critic of a config, asleep; None without one. Collective.
+
+    The actor sleeps meanwhile and afterwards: a device has room for the states of one of them.
+    """
+    section = config.critic
+    if section is None:
+        return None
+    actor.sleep()
+    topology = actor.topology
+    folder = section.path or config.model.path
+    rate = section.learning_rate
+    lowest = rate * config.optimizer.min_learning_rate / config.optimizer.learning_rate
+    optimizer = config.optimizer.model_copy(
+        update={"learning_rate": rate, "min_learning_rate": lowest}
+    )
+    settings = replace(build_actor_settings(config, topology), optimizer=optimizer)
+    critic = Critic(
+        folder, topology=topology, settings=settings, on_micro_batch=actor.packs.on_prepare
+    )
+    critic.sleep()
+    return critic
 
 
 def build_adapter_settings(config: Config) -> AdapterSettings | None:

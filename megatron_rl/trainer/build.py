@@ -62,10 +62,12 @@ from megatron_rl.telemetry.metrics import MetricLog, PhaseClock, StartUp
 from megatron_rl.trainer.actor_settings import (
     build_actor_settings,
     build_adapter_settings,
+    build_critic,
     compute_dtype,
     make_groups,
 )
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
 from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
 from megatron_rl.trainer.learning_check import describe_slow_packs
@@ -290,6 +292,7 @@ def _build_trainer(
     # First, while the actor has the weights that it read, which are often the reference's.
     compares = needs_reference(objective.needs)
     references = References(actor, config.references) if compares else None
+    critic = checkpoints.critic = build_critic(config, actor)
     checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
     start.ended("megatron")
     run = RunContext(config, actor, objective, buffer, console, clock)
@@ -308,6 +311,7 @@ def _build_trainer(
         checkpoints=checkpoints,
         recorder=recorder,
         faults=faults,
+        critic=None if critic is None else CriticTrainer(run, critic, checkpoints, faults),
         start=start,
     )
 

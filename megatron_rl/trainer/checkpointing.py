@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.critic import Critic
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
@@ -50,6 +51,7 @@ class CheckpointKeeper:
     buffer: GroupBuffer
     faults: SkippedUpdates
     interruption: Interruption = field(default_factory=Interruption)
+    critic: Critic | None = None
     done: int = 0  # steps that are finished and recorded
     step_progress: StepProgress | None = None  # the next one, once it has its rollout batch
     # metrics of rollouts that a killed run generated
@@ -100,7 +102,7 @@ class CheckpointKeeper:
     def _resume_from(self, step: int) -> None:
         """Set the position of the run to the checkpoint of `step`, which is loaded."""
         name, all_updates = self.directory.path.name, self.config.updates_per_step
-        done = all_updates if self.step_progress is None else self.step_progress.updates.count
+        done = self._all_updates if self.step_progress is None else self.step_progress.done
         self._saved = (step, done)
         # A step is saved before its evaluation and may have been recorded since.
         rows = read_metrics(self.directory.path) if self.rank == 0 else []
@@ -151,6 +153,9 @@ class CheckpointKeeper:
             return reason
         with sync_errors_across_ranks(doing=f"reading the manifest of step {step}"):
             manifest = folders.manifest(step)
+        if self.critic is not None:
+            self.critic.load(folders.folder(step) / "critic")
+            self.critic.sleep()
         actor.load(folders.folder(step) / "actor")
         with sync_errors_across_ranks(doing=f"reading the progress of step {step}"):
             try:
@@ -163,7 +168,7 @@ class CheckpointKeeper:
                 ) from error
             # Missing in checkpoints of earlier releases.
             self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
-        saved, mine = manifest["digests"], actor.digest()
+        saved, mine = manifest["digests"], self._digest(actor)
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout or release of Megatron each rank has other tensors.
         is_same = stated.get("layout") != mine["layout"] or mine == stated
@@ -222,8 +227,18 @@ class CheckpointKeeper:
     def _position(self) -> tuple[int, int]:
         """Step of the last update, and the number of its updates that are done."""
         if self.step_progress is None:
-            return self.done, self.config.updates_per_step
-        return self.step_progress.step, self.step_progress.updates.count
+            return self.done, self._all_updates
+        return self.step_progress.step, self.step_progress.done
+
+    @property
+    def _all_updates(self) -> int:
+        """Updates of a whole step, of critic and policy."""
+        return self.config.updates_per_step * (1 if self.critic is None else 2)
+
+    def _digest(self, actor: MegatronActor) -> dict[str, str]:
+        """Return the digest of this rank's policy, and of its critic."""
+        whole = actor.digest()
+        return whole if self.critic is None else whole | {"critic": self.critic.digest()["sum"]}
 
     def save_if_due(self, actor: MegatronActor, step: int) -> None:
         """Save every `trainer.checkpoint_every` steps and after the last one."""
@@ -315,6 +330,8 @@ class CheckpointKeeper:
         state = None if self.step_progress is None else self.step_progress.gather()
         self._is_writing = False
         with sync_errors_across_ranks(doing=doing):
+            if self.critic is not None:
+                self.critic.check_weights()
             actor.check_weights()  # inside a step, or without a weight sync, they are unchecked
         with sync_errors_across_ranks(doing=doing):
             if self.rank == 0:
@@ -327,8 +344,10 @@ class CheckpointKeeper:
         folder = folders.partial(step)
         self._is_writing = True
         actor.save(folder / "actor")
+        if self.critic is not None:
+            self.critic.save(folder / "critic")
         self._is_writing = False
-        digests = gather_from_ranks(actor.digest())
+        digests = gather_from_ranks(self._digest(actor))
         with sync_errors_across_ranks(doing=doing):  # every rank has written its part
             if self.step_progress is not None:
                 write_routes(folder, self.step_progress.remaining_packs(self.config), actor)

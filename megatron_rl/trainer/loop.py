@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.actor.reference import References
+from megatron_rl.actor.training import StopRule
 from megatron_rl.config.config import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
@@ -20,6 +21,7 @@ from megatron_rl.rollouts.schedule import LagClock
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.evaluation import Evaluator
 from megatron_rl.trainer.learning_check import measure_routing
 from megatron_rl.trainer.recorder import Recorder
@@ -80,6 +82,7 @@ class Trainer:
     checkpoints: CheckpointKeeper
     recorder: Recorder
     faults: SkippedUpdates
+    critic: CriticTrainer | None = None
     start: StartUp = field(default_factory=StartUp)
 
     def __post_init__(self) -> None:
@@ -119,6 +122,9 @@ class Trainer:
         fresh = self.source.score(step, generated)
         batch = self.selector.select(step, fresh)
         step_progress = self.begin(step, fresh, batch)
+        if self.critic is not None:
+            with self.clock.phase("critic"):
+                self.critic.train(step_progress, batch)  # and compute the advantages
         with self.clock.phase("train"):
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
@@ -174,7 +180,7 @@ class Trainer:
             for epoch, minibatch in remaining:
                 if self.source.can_resume_inside:
                     self.checkpoints.stop_if_requested(self.actor)
-                rule = None if self.early_stopping is None else self.early_stopping.rule(epoch)
+                rule = self.rule(step, epoch=epoch)
                 result = self.actor.update(minibatch, self.run.objective, rule=rule)
                 updates.add(result, epoch=epoch)
                 self.faults.record(result, batch, step=step, update=updates.count)
@@ -184,6 +190,12 @@ class Trainer:
                     break
         updates.final = updates.final or measure_routing(self.actor, batch.minibatches[-1])
 
+    def rule(self, step: int, *, epoch: int) -> StopRule | None:
+        """Return the rule that may end the updates of a step: warm-up, or early stopping."""
+        if self.critic is not None and (hold := self.critic.rule(step)) is not None:
+            return hold
+        return None if self.early_stopping is None else self.early_stopping.rule(epoch)
+
     def record(
         self, step_progress: StepProgress, batch: RolloutBatch, further: Mapping[str, float]
     ) -> None:
@@ -192,7 +204,7 @@ class Trainer:
         clock = LagClock(step, updates=step_progress.first_update)
         metrics = {"step": step, **step_progress.generated, **batch_metrics(batch)}
         metrics |= clock.metrics(batch.groups, self.run.buffer.groups.values())
-        metrics |= {**updates.metrics(), **further}
+        metrics |= {**updates.metrics(), **step_progress.critic_metrics(), **further}
         self.recorder.record(metrics, batch, clock.record(batch.groups), updates)
 
     def sync_weights_if_due(self, step: int) -> dict[str, float]:

@@ -11,17 +11,19 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_rl.actor.training import StopRule, UpdateResult
+from megatron_rl.actor.training import StopRule, Update, UpdateResult
 from megatron_rl.config import Config
 from megatron_rl.config.sections import EarlyStoppingSection
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
 from megatron_rl.objectives.statistics import Statistics
+from megatron_rl.objectives.values import ValueStatistics
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, restore_traces
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.telemetry.console import Console
@@ -39,6 +41,8 @@ class StepProgress:
     batch: RolloutBatch | None = None  # None after loading, until it is packed again
     updates: UpdateMetrics = field(default_factory=UpdateMetrics)
     traces: Mapping[int, np.ndarray] = field(default_factory=dict)  # of the batch that was saved
+    # of the critic's updates so far
+    critic_results: list[Update[ValueStatistics]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.batch is not None:
@@ -48,6 +52,25 @@ class StepProgress:
         """Attach the batch, packed again, on which the completed updates were made."""
         self.batch, self.updates.lags = batch, batch.lags
         restore_traces(batch.packs, self.traces)
+
+    @property
+    def done(self) -> int:
+        """Updates so far of critic and policy."""
+        return len(self.critic_results) + self.updates.count
+
+    def critic_metrics(self) -> dict[str, float]:
+        """Return the metrics of the critic's updates in this step; empty without a critic."""
+        made = [result for result in self.critic_results if result.done]
+        if not made:
+            return {}
+        merged = reduce(ValueStatistics.merge, (one.statistics for one in made))
+        metrics = dict(merged.to_metrics())
+        metrics["critic/loss"] /= len(made)  # each update's loss is a sum over its minibatch
+        return metrics | {
+            "critic/grad_norm": sum(one.grad_norm for one in made) / len(made),
+            "critic/learning_rate": made[-1].learning_rate,
+            "critic/updates": len(made),
+        }
 
     def is_trained(self, updates_per_step: int) -> bool:
         """True if no update is left: all are done, or early stopping ended them."""
@@ -86,6 +109,11 @@ class StepProgress:
                  "routes": None if one.routes is None else one.routes.cpu()}
                 for one in self.updates.results
             ],
+            "critic": [
+                {"sums": one.statistics.sums.cpu(), "grad_norm": one.grad_norm,
+                 "learning_rate": one.learning_rate, "skipped": one.skipped}
+                for one in self.critic_results
+            ],
             "traces": {k: torch.from_numpy(v.copy()) for k, v in self.batch.traces().items()},
         }  # fmt: skip
 
@@ -110,6 +138,10 @@ class StepProgress:
             state["first_update"],
             state["generated"],
             updates=UpdateMetrics(results, state["epochs"], final=state["final"]),
+            critic_results=[
+                Update(ValueStatistics(one.pop("sums").to(device)), **one)
+                for one in state.get("critic", [])
+            ],
             traces={place: rows.numpy() for place, rows in state["traces"].items()},
         )
 
@@ -155,7 +187,7 @@ class SkippedUpdates:
     in_a_row: int = 0
     _kept: int = -1  # the step whose rollouts were kept last
 
-    def record(self, result: UpdateResult, batch: RolloutBatch, *, step: int, update: int) -> None:
+    def record(self, result: Update[Any], batch: RolloutBatch, *, step: int, update: int) -> None:
         """Record the result of an update; raises FloatingPointError after too many skipped ones.
 
         update: within the step, from 1. Collective.

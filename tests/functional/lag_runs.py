@@ -15,6 +15,7 @@ from megatron_rl.advantages import group_relative_advantages
 from megatron_rl.config import load_config
 from megatron_rl.data.packing import plan_minibatches
 from megatron_rl.engine.engine import EngineHooks, RolloutWindow
+from megatron_rl.models.shape import read_model_shape
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
@@ -24,7 +25,7 @@ from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import SamplingSettings
-from tests.functional.tiny_runs import CONFIG, CUT, PLACES
+from tests.functional.tiny_runs import CONFIG, CUT, PLACES, TASK
 
 SHORT = ("rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.steps=3",
          "logging.traced_responses=32",
@@ -41,6 +42,10 @@ KEEP, RECOMPUTE = (
 MASKED = ("rollout.top_k=8", "rollout.top_p=0.98")  # the sampler removes tokens
 EVEN = ("trainer.steps=5", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=3")
 DRAWN = ("lag.policy=research.lag_policies:UniformLag", "lag.settings={low: 0, high: 2}")
+CRITIC = (
+    "critic={path: FOLDER/critic_model, learning_rate: 1.0e-3, warmup_steps: 1, gae_lambda: 0.9}",
+    "objective=grpo", "replay={capacity: 3, fresh: 0.5}",
+)  # fmt: skip
 RUNS = {
     "plain": (),
     "queue": ("lag.batches=1",),
@@ -60,8 +65,12 @@ RUNS = {
     "decoupled": (ONE, ENGINE, "objective.name=icepop",
                   "objective.constraint={low: 0.2, high: 0.28}"),
     "sao": (ONE, ENGINE, "objective={name: sao}"),
+    "critic": CRITIC,
+    "critic_stopped": CRITIC,
 }  # fmt: skip
 KILLED_AFTER, INTERRUPTED_AFTER = 2, 3
+# Of 4 updates of the critic and 4 of the policy: stopped within either, then killed.
+STOPPED_IN_STEP, STOPPED_AFTER, KILLED_AFTER_UPDATES = 2, (1, 6), 7
 
 
 class Killed(BaseException):
@@ -134,6 +143,36 @@ def run_killed(folder, name, overrides):
     run(folder, name, overrides)
 
 
+def run_stopped(folder, name, overrides):
+    """Stopped inside a step after some updates of the critic, of the policy too, and killed."""
+    original = saving.CheckpointKeeper.stop_if_requested
+
+    def stop_after(updates, act):
+        def do(keeper, actor):
+            progress = keeper.step_progress
+            if progress is not None and (progress.step, progress.done) == (
+                STOPPED_IN_STEP, updates
+            ):  # fmt: skip
+                act(keeper, actor)
+
+        saving.CheckpointKeeper.stop_if_requested = do
+        try:
+            run(folder, name, overrides)
+        except (Killed, RunInterrupted):
+            return
+        finally:
+            saving.CheckpointKeeper.stop_if_requested = original
+        raise AssertionError("the run was not stopped")
+
+    def kill(keeper, actor):
+        raise Killed
+
+    for updates in STOPPED_AFTER:
+        stop_after(updates, saving.CheckpointKeeper.checkpoint_and_exit)
+    stop_after(KILLED_AFTER_UPDATES, kill)
+    run(folder, name, overrides)
+
+
 def run_skipping_pushes(folder, name, overrides):
     """The plain loop, with every second push left out by hand."""
     original = Trainer.sync_weights_if_due
@@ -156,6 +195,20 @@ def run_apart(folder, name, overrides):
         run(folder, name, overrides)
     finally:
         EngineSource.fill = original
+
+
+def make_critic(folder):
+    """A model of another size and architecture than the policy, with its vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    vocabulary = read_model_shape(f"{TASK}/model").vocab_size
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def read_prompts(config, actor, folder):
@@ -279,10 +332,16 @@ def main(folder):
     groups.initialise, build.build_engine = shared.initialise, shared.build_engine
     build.VerifierPool = shared.pool
     Recorder.draw = lambda recorder: None
+    make_critic(folder / "critic_model")
     for name, overrides in RUNS.items():
         how = run_killed if name.endswith("_killed") else run
         own = [override.replace("FOLDER", str(folder)) for override in overrides]
-        {"skipped": run_skipping_pushes, "apart": run_apart}.get(name, how)(folder, name, own)
+        special = {
+            "skipped": run_skipping_pushes,
+            "apart": run_apart,
+            "critic_stopped": run_stopped,
+        }
+        special.get(name, how)(folder, name, own)
         last = 1 if ONE in overrides else 5 if EVEN[0] in overrides else 3
         assert RunDirectory(folder / name).checkpoints.intact_steps()[-1] == last
     queue_by_hand(folder, shared)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.functional.critic_checks import check_critic, run_critic
 from tests.published_form import load_model
 from tests.ranks import run_ranks
 
@@ -307,6 +308,7 @@ def run_layout(rank, world_size, root, layout, checkpoint):
         if model == "tied":
             report["split"] = _score_split(actor)
     report["sft"] = _train_on_demonstrations(folder, topology, root / "untied")
+    report["critic"] = run_critic(root / "tied", topology, _settings(), rollouts, plan, folder)
     *report["computed"], differ, moved = _compare_computed(root, topology)
     assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
@@ -413,6 +415,7 @@ def test_log_probs_and_gradient_are_those_of_transformers(root, reference):
         _close(reference[model], transformers_logprobs(root / model))
     _close(reference["split"], split_logprobs(root / "tied"))
     _check_demonstrations(reference["sft"], root, (1, 1, 1, 1))
+    check_critic(reference["critic"], root / "tied", make_rollouts()[0])
 
 
 def test_updates_of_one_process(root, reference):
@@ -488,6 +491,7 @@ def test_layout_equals_one_process(root, reference, layout):
     report = json.loads(reports[0])
     _close(report["split"], reference["split"])
     _check_demonstrations(report["sft"], root, layout)
+    check_critic(report["critic"], root / "tied", make_rollouts()[0])
     _check_traces(report, reference)
     for model in ("tied", "untied"):
         _close(report[model], reference[model])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron_rl.config import load_config
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import read_metrics, read_rows
 from tests.functional import lag_runs
 from tests.functional.tiny_runs import CONFIG, PLACES, make_task
@@ -118,10 +119,13 @@ def gap(table):
 
 @pytest.mark.parametrize(
     ("disturbed", "whole"),
-    [("traced_killed", "mixed"), ("keep_killed", "keep")],
+    [("traced_killed", "mixed"), ("keep_killed", "keep"), ("critic_stopped", "critic")],
 )
 def test_disturbed_run_with_full_buffer_resumes_bit_for_bit(runs, disturbed, whole):
-    """Killed; the first replays the schedule that the other left, the second is interrupted."""
+    """Killed; the first replays the schedule that the other left, the others are interrupted.
+
+    The last one inside a step, in the updates of its critic and in those of its policy.
+    """
     assert_same(runs / disturbed, runs / whole, without=(), columns=())
     for name in ("schedule.jsonl", "updates"):
         both = [
@@ -131,6 +135,31 @@ def test_disturbed_run_with_full_buffer_resumes_bit_for_bit(runs, disturbed, who
         assert both[0] == both[1]
     checkpoint = runs / disturbed / "checkpoints" / "step_000002"
     assert (checkpoint / "buffer.parquet").is_file()
+    if whole == "critic":
+        digests = [
+            RunDirectory(run).checkpoints.manifest(3)["digests"]
+            for run in (runs / disturbed, runs / whole)
+        ]
+        assert digests[0] == digests[1]
+        assert "critic" in digests[0][0]
+
+
+def test_critic_s_values_advantages_and_updates(runs):
+    rows = read_metrics(runs / "critic")[1:]
+    assert [row["train/updates"] for row in rows] == [0, 4, 4]  # a step of warm-up
+    assert [row["critic/updates"] for row in rows] == [4, 4, 4]
+    assert "ratio/first_minibatch_max_deviation" not in rows[0]
+    held = pq.read_table(runs / "critic" / "checkpoints" / "step_000002" / "buffer.parquet")
+    for row in held.to_pylist():
+        if row["times_trained"]:
+            assert len(row["values"]) == len(row["behavior_logprobs"])
+    first = rollouts(runs / "critic", 1)
+    # Values begin at 0, gamma is 1, and the only reward follows the last token: with lambda = 0.9
+    # advantage t is R * 0.9^(L - t), whose mean is recorded.
+    for row in first.to_pylist():
+        length = len(row["behavior_logprobs"])
+        wanted = row["reward"] * sum(0.9**k for k in range(length)) / length
+        assert row["advantage"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_mixed_run_trains_according_to_schedule(runs):

@@ -53,6 +53,7 @@ REGIMES = {
     "engine_ranks": {"lag", "parallel"},
     "replay": {"replay"},
     "partial_rollouts": {"behavior", "lag"},
+    "critic": {"critic", "rollout", "objective"},
 }
 
 

@@ -306,7 +306,7 @@ def unchecked(launch: Launch) -> list[str]:
 def _named_files(launch: Launch) -> dict[str, str]:
     """Return the files and folders that a run reads, by config key."""
     config = launch.config
-    models = {"model.path": config.model.path} | config.given_references
+    models = {"model.path": config.model.path} | config.given_models
     return (
         models
         | _further_paths(config)

@@ -25,7 +25,8 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.inputs import MinibatchTokens
 from megatron_rl.objectives.spec import needs_reference
-from megatron_rl.trainer.actor_settings import build_actor_settings, make_groups
+from megatron_rl.objectives.values import GaeSettings
+from megatron_rl.trainer.actor_settings import build_actor_settings, build_critic, make_groups
 from megatron_rl.types import (
     GradeResult,
     Minibatch,
@@ -38,7 +39,7 @@ from megatron_rl.types import (
 
 DEVICES = {"cuda": CUDA, "cpu": CPU}
 GIB, MIB, TERA = 2**30, 2**20, 10**12
-DESCRIBED = ("behavior", "reference", "update")
+DESCRIBED = ("behavior", "reference", "critic", "update")
 LINES = 8  # maximum number of source lines shown per table
 CATEGORIES = ("weights", "gradients", "optimizer", "activations")
 NAMES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data", "ep": "expert"}
@@ -57,7 +58,7 @@ class DryRun:
     micro_batches: int  # micro-batches that were run
     micro_batches_of_update: int  # if every response had the maximum length
     communicators: int  # process groups of more than one rank that sent anything
-    # behavior, reference of another shape, update; an update is forward, backward and step
+    # behavior, reference of another shape, critic, update; an update is forward, backward and step
     phases: Mapping[str, PhaseCount]
     states: Mapping[str, int]  # bytes of weights, gradients, optimizer on the device, awake
     asleep: Mapping[str, int]  # the same while the engine generates
@@ -147,6 +148,8 @@ def measure(
             pack.reference_logprobs = torch.zeros_like(logprobs)
     if references is not None:
         _score_references(references, packs, objective, meter)
+    if config.critic is not None:
+        _train_critic(config, actor, minibatch, meter)
     for update in range(updates):
         _update(actor, minibatch, objective, meter, number=f" {update + 1}" if update else "")
     phases = {name: count for name, count in meter.phases.items() if name != "start"}
@@ -189,6 +192,24 @@ def _score_references(
             pack.reference_head = head
     elif is_other:
         references.compute_logprobs(packs, sources)
+
+
+def _train_critic(config: Config, actor: MegatronActor, minibatch: Minibatch, meter: Meter) -> None:
+    """Compute values and make one update of the critic, which sleeps afterwards like the actor."""
+    meter.begin("critic")
+    meter.category = "critic"
+    critic = build_critic(config, actor)
+    assert critic is not None and config.critic is not None, "the config has one"
+    critic.wake_up()
+    packs = minibatch.micro_batches
+    rewards = [torch.zeros(len(pack.tokens)) for pack in packs]
+    cut = [torch.zeros(len(pack.lengths), dtype=torch.bool) for pack in packs]
+    targets = critic.compute_targets(packs, rewards, cut, settings=GaeSettings.of(config.critic))
+    for pack, one in zip(packs, targets, strict=True):
+        pack.values, _, pack.returns = one.unbind(1)
+    critic.update(minibatch, clip=config.critic.value_clip)
+    critic.sleep()
+    meter.category = "activations"
 
 
 def _update(

@@ -495,14 +495,20 @@ class Planner:
 
     @property
     def scoring_passes(self) -> float:
-        """Forward passes over the rollout batch: of the behavior policy, and of references.
+        """Forward passes over the rollout batch: of behavior policy, references and critic.
 
         Those of a reference of another shape are counted by its active weights. Each of several
         is counted as if it had rows in all packs.
         """
         own = self.workload.scored_part * self._is_scored_by_actor
         active = engine_sizes(self.shape, 1).active
-        return own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
+        passes = own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
+        critic = self.config.critic
+        if critic is None:
+            return passes
+        shape = self.shape if critic.path is None else read_model_shape(critic.path)
+        trained = 1 + 3 * self.workload.epochs  # values, and updates of a forward and a backward
+        return passes + trained * engine_sizes(shape, 1).active / active
 
     def _reference_bytes(self, stages: Sequence[Counts], *, on_device: bool = False) -> float:
         """Return the bytes of the references on the host, except the model without its adapters.

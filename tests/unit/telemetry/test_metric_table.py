@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.actor.training import Update
 from megatron_rl.config import parse_config
+from megatron_rl.objectives.values import ValueStatistics
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rollouts.batch_metrics import generation_metrics, sampling_metrics
 from megatron_rl.rollouts.demonstration_source import DemonstrationSource
 from megatron_rl.runs.files import PHASES, read_metrics
 from megatron_rl.telemetry.loggers import OVERVIEW, tensorboard_tag
 from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES
+from megatron_rl.trainer.step_progress import StepProgress
 from tests.unit.resharding.test_push import PHASES as SYNC_PHASES
 from tests.unit.trainer.scripted import ConversingEngine, run_loop
 
@@ -48,6 +51,9 @@ def emitted(tmp_path_factory):
         _loss=lambda prompts: 1.0,  # the real one needs an actor
     )
     names |= set(DemonstrationSource.validate(validated, 0))
+    update = Update(ValueStatistics.empty(), grad_norm=1.0, learning_rate=1e-3)
+    names |= set(StepProgress(1, 0, {}, critic_results=[update]).critic_metrics())
+    names.add("time/critic")  # the phase of a run with a critic, in Megatron
     for case, options in {
         "plain": {},
         "named": {"named": True},

@@ -151,8 +151,8 @@ def test_batch_baseline_uses_trained_batch_also_after_resume(tmp_path, sections)
     run_loop(tmp_path / "rest", done=3, updates=18, held=read_groups(file), **options)
     for step in range(1, 7):
         table = rollouts(tmp_path / "whole", step)
-        rewards = torch.tensor(table["reward"].to_pylist()).view(4, 4)
-        expected = batch_baseline_advantages(rewards).flatten().tolist()
+        rewards = torch.tensor(table["reward"].to_pylist(), dtype=torch.float64).view(4, 4)
+        expected = batch_baseline_advantages(rewards).flatten().float().tolist()
         assert table["advantage"].to_pylist() == expected
         logprobs = table["behavior_logprobs"].to_pylist()
         assert all(row is not None for row, one in zip(logprobs, expected, strict=True) if one)

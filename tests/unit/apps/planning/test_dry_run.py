@@ -13,9 +13,13 @@ RANKS, PACKS = 4, 2
 # name: model, layout, other settings. Packs contain two long responses and a shorter one.
 CASES = {
     "sliding window, tensor x context, recomputed": (
-        "window", {"tensor": 2, "context": 2}, {"trainer": {"recompute": "full"}},
+        "window", {"tensor": 2, "context": 2}, {
+            "trainer": {"recompute": "full"}, "critic": {},
+        },
     ),
-    "virtual stages x data": ("dense", {"pipeline": 2, "virtual_stages": 2}, {}),
+    "virtual stages x data, critic": (
+        "dense", {"pipeline": 2, "virtual_stages": 2}, {"critic": {"length_alpha": 0.1}},
+    ),
     "experts x tensor, adapters, KL": (
         "experts", {"tensor": 2, "expert": 2}, {
             "lora": {"rank": 4}, "optimizer": {"learning_rate": 1e-4},

@@ -1,0 +1,132 @@
+"""Values of a rollout batch by a critic, and the advantages that follow from them.
+
+A reward belongs to the decision that it follows: that of a turn to its last token, and what
+`shaping` adds to the last turn's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.actor.critic import Critic
+from megatron_rl.advantages import EPSILON
+from megatron_rl.config import Config
+from megatron_rl.data.packing import FILLER, gather_by_rollout, scatter_to_packs
+from megatron_rl.data.token_rows import fetch_rows
+from megatron_rl.distributed.agreement import gather_from_ranks
+from megatron_rl.distributed.collectives import Group, reduce_sum
+from megatron_rl.objectives.values import GaeSettings
+from megatron_rl.rollouts.groups import is_truncated, turn_rewards
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.types import Minibatch, PromptGroup, Rollout
+
+
+def token_rewards(rollout: Rollout, config: Config) -> np.ndarray:
+    """Return the reward that follows each sampled token; [L] float32."""
+    rewards = np.zeros(rollout.response.length, np.float64)
+    if len(rewards):
+        ends = np.maximum(np.cumsum(rollout.response.turn_lengths) - 1, 0)
+        np.add.at(rewards, ends, turn_rewards(rollout, config))
+    return rewards.astype(np.float32)
+
+
+def freeze_values(
+    batch: RolloutBatch, critic: Critic, config: Config, *, resumed: bool = False
+) -> None:
+    """Fix values, returns and advantages of a batch for all its updates; collective.
+
+    Groups that an earlier step trained get the values of the present critic, which knows more: a
+    baseline may be any function of what came before a token. resumed: use the values of the groups,
+    with which a part of the updates was made.
+    """
+    assert config.critic is not None, "a critic has its section"
+    packs, rollouts = batch.packs, batch.rollouts
+    rows: list[np.ndarray | None] = [None] * len(rollouts)
+    for index in batch.own_rollouts:
+        rows[index] = token_rewards(rollouts[index], config)
+    if resumed:
+        known = [row for group in batch.groups for row in group.values]
+        fetched = fetch_rows(known, batch.own_rollouts, rollouts=rollouts)
+        for pack, values in zip(packs, scatter_to_packs(packs, fetched), strict=True):
+            pack.values = values
+    cut = [
+        torch.tensor([i != FILLER and is_truncated(rollouts[i]) for i in pack.rollout_indices])
+        for pack in packs
+    ]
+    targets = critic.compute_targets(
+        packs, scatter_to_packs(packs, rows), cut, settings=GaeSettings.of(config.critic)
+    )
+    for pack, one in zip(packs, targets, strict=True):
+        pack.values, pack.turn_advantages, pack.returns = (x.contiguous() for x in one.unbind(1))
+    batch.groups = _record(batch, critic)
+    if config.critic.whiten:
+        for minibatch in batch.minibatches:
+            whiten(minibatch, group=critic.topology.dp_group)
+
+
+def _record(batch: RolloutBatch, critic: Critic) -> list[PromptGroup]:
+    """Return the groups with their values, and with mean advantages of their responses."""
+    rollouts = batch.rollouts
+    rows = iter(
+        gather_by_rollout(
+            batch.packs,
+            [pack.values for pack in batch.packs if pack.values is not None],
+            count=len(rollouts),
+            topology=critic.topology,
+            owners=[rollout.response.owner for rollout in rollouts],
+        )
+    )
+    means = np.zeros(len(rollouts), np.float32)
+    for own in gather_from_ranks(_mean_advantages(batch)):
+        for index, mean in own.items():
+            means[index] = mean
+    by_group = iter(means)
+    return [
+        replace(
+            group,
+            values=tuple(next(rows) for _ in group.rollouts),
+            advantages=np.array([next(by_group) for _ in group.rollouts], np.float32),
+        )
+        for group in batch.groups
+    ]
+
+
+def _mean_advantages(batch: RolloutBatch) -> dict[int, float]:
+    """Mean over the sampled tokens of each rollout in this rank's packs."""
+    means = {}
+    for pack in batch.packs:
+        assert pack.turn_advantages is not None
+        parts = pack.turn_advantages.cpu().double().split(list(pack.lengths))
+        masks = pack.response_mask.cpu().split(list(pack.lengths))
+        for index, part, mask in zip(pack.rollout_indices, parts, masks, strict=True):
+            if index != FILLER and mask.any():
+                means[index] = float(part[mask].mean())
+    return means
+
+
+def whiten(minibatch: Minibatch, *, group: Group) -> None:
+    """Shift and scale the advantages of a minibatch's tokens to mean 0 and deviation 1; collective.
+
+    A = (A - mean) / (std + 1e-6), over the sampled tokens of all data-parallel ranks.
+    """
+    packs = minibatch.micro_batches
+    own = [_decided(pack.turn_advantages, pack.response_mask) for pack in packs]
+    x = torch.cat(own).double()
+    sums = reduce_sum(torch.stack((x.new_tensor(len(x)), x.sum(), x.square().sum())), group=group)
+    count, total, squares = sums.tolist()
+    mean = total / max(count, 1)
+    deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+    for pack in packs:
+        assert pack.turn_advantages is not None
+        scaled = (pack.turn_advantages.double() - mean) / (deviation + EPSILON)
+        mask = pack.response_mask.to(scaled.device)
+        pack.turn_advantages = torch.where(mask, scaled, 0).float()
+
+
+def _decided(values: Tensor | None, mask: Tensor) -> Tensor:
+    assert values is not None, "compute targets first"
+    return values[mask.to(values.device)]
