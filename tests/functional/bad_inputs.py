@@ -595,6 +595,10 @@ ENVIRONMENTS = [
     Case("RL settings with sft", ("objective.name=grpo: has no meaning with sft", "unset",
          "rollout.responses_per_prompt=8", "lag: has no meaning"),
          ("sft={}", "objective.name=grpo", "rollout.responses_per_prompt=8", "lag.batches=1")),
+    Case("a temperature with sft", ("rollout.temperature needs responses that an engine generates, "
+         "but sft gives them; unset one",),
+         ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1",
+          "rollout.temperature=0.5")),
     Case("an advantage over one response", ("rollout.responses_per_prompt=1: must be at least 2",
          "raise it", "set critic"), ("rollout.responses_per_prompt=1",)),
     Case("the objective of sft alone", ("objective.name=sft trains every answer alike",
