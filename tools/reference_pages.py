@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import Config, Section  # noqa: E402
+from megatron_rl.config.combinations import FEATURES  # noqa: E402
 from megatron_rl.config.sections import (  # noqa: E402
     PATTERNS,
     is_path,
@@ -47,6 +48,15 @@ Paths are relative to the folder that the command is started in. `~`, `$NAME` an
 are replaced there, and a variable that is not set is refused. Settings that are texts keep what
 was written: `run.name=off` and `1e3` are no booleans or numbers.
 """
+COMBINATIONS = """
+## What combines with what
+
+A config in which two features exclude each other is refused. All other features combine; further
+limits depend on the [model](models.md).
+
+| feature | refuses (why) |
+|---|---|
+"""
 SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
 NAMES = (
     "name of a reward",
@@ -62,7 +72,20 @@ def configuration_page() -> str:
     for name, field in Config.model_fields.items():
         if section := _section_of(field):
             tables.append(_table(name, section))
-    return HEAD + "".join(tables)
+    return HEAD + "".join(tables) + _combinations()
+
+
+def _combinations() -> str:
+    """The table of features and of those that each refuses, with the reason."""
+    rows = []
+    for name, feature in FEATURES.items():
+        by_reason: dict[str, list[str]] = {}
+        for other, reason in feature.refuses.items():
+            by_reason.setdefault(reason, []).append(other)
+        refused = "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
+        if refused:
+            rows.append(f"| {name} (`{feature.key}`) | {refused} |")
+    return COMBINATIONS + "\n".join(rows) + "\n"
 
 
 def _table(name: str, section: type[Section]) -> str:

@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def _member(of: Any, name: str) -> Any:
-    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle a member of an enum."""
+    """Replace `getattr`, as which Python 3.11.0 to 3.11.3 pickle an enum member: not loaded."""
     if isinstance(of, enum.EnumMeta) and name in of.__members__:
         return of[name]
     raise UserError(f"it references {name} of {of}")

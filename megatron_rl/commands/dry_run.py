@@ -73,7 +73,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.dry_run import as_values, describe, dry_run_rank, stage_ranks
     from megatron_rl.apps.planning.fit import (
         check_fit,
-        describe_moments,
+        describe_phases,
         moments,
         response_bytes,
         summarize_fit,
@@ -120,7 +120,7 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
         return json.dumps(values)
     pages = []
     for result, of_rank in zip(results, all_moments, strict=True):
-        tables = describe_moments(of_rank), uncounted_loaders(config, result)
+        tables = describe_phases(of_rank), uncounted_loaders(config, result)
         pages.append("\n".join([f"{describe(result)}\n", *filter(None, tables)]))
     flat = [moment for of_rank in all_moments for moment in of_rank]
     return "\n\n".join([str(responses), *pages, summarize_fit(flat)])

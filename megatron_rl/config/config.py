@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from megatron_rl.config.combinations import combination_problems
 from megatron_rl.config.sections import (
     AdvantageSection,
     ColumnsSection,
@@ -121,9 +122,9 @@ class Config(Section):
             )
         problems += self._unused_settings() + self._objective_problems() + self._best_problems()
         problems += self._lag_problems()
-        problems += environment_problems(self) + lora_problems(self) + routing_problems(self)
+        problems += combination_problems(self) + environment_problems(self) + lora_problems(self)
         problems += epochs_problems(self) + engine_rank_problems(self) + sft_problems(self)
-        problems += sampling_problems(self) + generation_problems(self) + critic_problems(self)
+        problems += sampling_problems(self) + critic_problems(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -169,10 +170,6 @@ class Config(Section):
             f"replay.capacity={self.replay.capacity}": (
                 self.replay.fresh == 1 and self.replay.capacity > 1,
                 "replay.fresh=1, which replays nothing",
-            ),
-            f"data.epochs={self.data.epochs or 0:g}": (
-                self.data.epochs is not None and self.offline.rollouts is not None,
-                "offline.rollouts, which reads no prompts",
             ),
             f"offline.behavior={self.offline.behavior}": (
                 self.offline.rollouts is None and self.offline.behavior != "file",
@@ -426,51 +423,8 @@ class Config(Section):
         return 1 if self.environment is None else 1 + self.environment.max_rewrites
 
 
-def reason_routes_unrecorded(config: Config) -> str | None:
-    """Return the setting of a `Config` that prevents recording; None if routes are recorded.
-
-    Routes stay on the ranks that compute behavior log-probs, with the packs that are trained: those
-    log-probs must be the actor's, computed in the step that trains them.
-    """
-    if config.behavior != "actor":
-        return f"behavior={config.behavior}"
-    if config.lag.policy is not None:
-        return f"lag.policy={config.lag.policy}"
-    if config.lag.batches != 0:
-        return f"lag.batches={config.lag.batches}"
-    if config.lag.sync_weights_every > 1:
-        return f"lag.sync_weights_every={config.lag.sync_weights_every}"
-    if config.lag.partial_rollouts is not None:
-        return "lag.partial_rollouts"
-    if config.replay.fresh < 1:
-        return f"replay.fresh={config.replay.fresh}"
-    if config.sft is not None:
-        return "sft"
-    return None if config.offline.rollouts is None else "offline.rollouts"
-
-
-def routing_problems(config: Config) -> list[str]:
-    """List conflicts of `config.model.routing_replay` with other settings of a `Config`."""
-    because = reason_routes_unrecorded(config)
-    if config.model.routing_replay == "none":
-        return []
-    if because is None and config.model.routing_replay == "engine" and config.environment:
-        return [
-            f"model.routing_replay=engine cannot be combined with environment.name="
-            f"{config.environment.name}: the routes of several turns are not put together; set it "
-            "to behavior or none"
-        ]
-    if because is None:
-        return []
-    return [
-        f"model.routing_replay={config.model.routing_replay} cannot be combined with {because}: "
-        "routes are recorded only where the actor computes the behavior log-probs of the rollouts "
-        "that it trains in the same step; unset one"
-    ]
-
-
 def sampling_problems(config: Config) -> list[str]:
-    """List conflicts of `rollout.top_k`, `top_p` and `min_p` with other settings of a `Config`."""
+    """List why the sampler's settings of a `Config` cannot be used."""
     rollout = config.rollout
     given = {"top_k": rollout.top_k is not None, "top_p": rollout.top_p < 1,
              "min_p": rollout.min_p > 0}  # fmt: skip
@@ -479,83 +433,23 @@ def sampling_problems(config: Config) -> list[str]:
     )
     if not settings:
         return []
-    problems = []
-    if rollout.top_k is None:
-        problems.append(
-            f"{settings} needs rollout.top_k, which bounds the ids that are recorded with each "
-            "token; set it, for example to 512"
-        )
-    if "divergence" in config.objective.choice.needs:
-        problems.append(
-            f"{settings} cannot be combined with a divergence over the whole vocabulary: the "
-            "policy that generates is over the tokens that its sampler kept; set "
-            "objective.kl.estimator=k3, or unset one"
-        )
-    return problems
-
-
-def generation_problems(config: Config) -> list[str]:
-    """List settings of generation in a run whose responses are given: offline.rollouts or sft."""
-    offline, rollout = config.offline.rollouts is not None, config.rollout
-    if not offline and config.sft is None:
+    if rollout.top_k is not None:
         return []
-    of_generation = {
-        "eval.sets": offline and config.eval.sets,
-        "trainer.self_test_every": config.trainer.self_test_every,
-        "dynamic_sampling": config.dynamic_sampling.rounds,
-        "environment": config.environment,
-        "lag.partial_rollouts": offline and config.lag.partial_rollouts,  # sft refuses any lag
-        "parallel.engine_ranks": config.parallel.engine_ranks,
-        "rollout.top_k": rollout.top_k,
-        "rollout.top_p": rollout.top_p < 1,
-        "rollout.min_p": rollout.min_p,
-        "rollout.temperature": not offline and rollout.temperature != 1,  # the loss is of 1
-    }
-    source = "offline.rollouts" if offline else "sft"
     return [
-        f"{key} needs responses that an engine generates, but {source} gives them; unset one"
-        for key, value in of_generation.items()
-        if value
+        f"{settings} needs rollout.top_k, which bounds the ids that are recorded with each token; "
+        "set it, for example to 512"
     ]
 
 
 def partial_rollout_problems(config: Config) -> list[str]:
     """List conflicts of `config.lag.partial_rollouts` with other settings of a `Config`."""
-    problems = []
-    if config.lag.keeps_cache and config.behavior == "actor":
-        problems.append(
-            "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of "
-            "older weights, so the actor cannot recompute their log-probs; set "
-            "behavior=engine, or cache: recompute"
-        )
-    engine, every = config.rollout.engine, config.lag.sync_weights_every
-    conflicts = {
-        "lag.sync_weights_every": (every > 1, "both set when weights are synced"),
-        "rollout.engine.enable_prefix_caching": (
-            engine.get("enable_prefix_caching"), "a cached prefix may be of older weights"
-        ),
-        "rollout.engine.async_scheduling": (
-            engine.get("async_scheduling"), "each step must return its own tokens"
-        ),
-        "rollout.stop": (
-            config.rollout.stop,
-            "a stop string may span a weight sync; use rollout.stop_token_ids instead",
-        ),
-        "dynamic_sampling": (
-            config.dynamic_sampling.rounds, "the responses of a group end in different steps"
-        ),
-        "environment": (
-            config.environment,
-            "the state of an environment is in no checkpoint, so a conversation cannot continue "
-            "in a later step",
-        ),
-    }  # fmt: skip
-    problems += [
-        f"{key} cannot be combined with lag.partial_rollouts: {reason}; unset one of them"
-        for key, (value, reason) in conflicts.items()
-        if value
+    if not config.lag.keeps_cache or config.behavior == "engine":
+        return []
+    return [
+        "lag.partial_rollouts with cache: keep: later tokens attend to keys and values of older "
+        "weights, so the actor cannot recompute their log-probs; set behavior=engine, or cache: "
+        "recompute"
     ]
-    return problems
 
 
 def engine_rank_problems(config: Config) -> list[str]:
@@ -564,7 +458,7 @@ def engine_rank_problems(config: Config) -> list[str]:
     if number is None:
         return []
     if config.offline.rollouts is not None or config.sft is not None:
-        return []  # refused by `generation_problems`
+        return []  # refused by `combination_problems`
     if lag.policy is not None or lag.batches:
         return []
     return [
@@ -578,29 +472,20 @@ def lora_problems(config: Config) -> list[str]:
     """List conflicts of `config.lora` with other sections of a `Config`."""
     if config.lora is None:
         return []
-    problems = []
-    if config.model.fp8:
-        problems.append(
-            f"model.fp8={config.model.fp8} cannot be combined with lora, whose adapters have not "
-            "been tried with products in fp8; unset model.fp8"
-        )
-    if "learning_rate" not in config.optimizer.model_fields_set:
-        problems.append(
-            f"lora needs a learning rate of its own: optimizer.learning_rate="
-            f"{config.optimizer.learning_rate:g} is the default for all weights, and adapters need "
-            "10 to 100 times as much; set it"
-        )
-    return problems
+    if "learning_rate" in config.optimizer.model_fields_set:
+        return []
+    return [
+        f"lora needs a learning rate of its own: optimizer.learning_rate="
+        f"{config.optimizer.learning_rate:g} is the default for all weights, and adapters need "
+        "10 to 100 times as much; set it"
+    ]
 
 
 def critic_problems(config: Config) -> list[str]:
     """List conflicts of `config.critic` with other sections of a `Config`."""
-    if config.critic is None:
+    if config.critic is None or config.sft is not None:  # refused by `combination_problems`
         return []
     objective, problems = config.objective, []
-    if config.sft is not None:
-        problems.append("critic: has no meaning with sft, which has no rewards; unset one")
-        return problems
     if config.advantage != AdvantageSection():
         problems.append(
             "advantage: no effect with critic, whose values are the baseline; unset one"
@@ -700,16 +585,9 @@ def sft_problems(config: Config) -> list[str]:
         "objective.name": (config.objective.name, "sft"),
         "advantage.estimator": (config.advantage.estimator, "raw"),
         "advantage.shift": (config.advantage.shift, 0.0),
-        "behavior": (config.behavior, "actor"),
-        "lag": (config.lag, LagSection()),
-        "replay": (config.replay, ReplaySection()),
-        "shaping": (config.shaping, ShapingSection()),
-        "early_stopping": (config.early_stopping, EarlyStoppingSection()),
-        "offline": (config.offline, OfflineSection()),
     }
     return [
-        f"{key}{f'={value}' if isinstance(value, str | int | float) else ''}: has no meaning with "
-        f"sft, which trains given answers; unset {key}, or sft"
+        f"{key}={value}: has no meaning with sft, which trains given answers; unset {key}, or sft"
         for key, (value, wanted) in fixed.items()
         if value != wanted
     ]

@@ -146,9 +146,9 @@ class RunSection(Section):
     """`never` refuses to start if the run exists; `auto` continues it from its last checkpoint, or
     starts it if it does not exist."""
     accept_changes: list[str] = []
-    """Inputs whose changed content a resumed run accepts and records in `changes.jsonl`, named by
-    their settings, such as `[data.train, reward.verifier]`; the content of others must be that of
-    the last start (`docs/reliability.md`)."""
+    """Inputs whose changed content a resumed run accepts, named by their settings, such as
+    `[data.train, reward.verifier]`; other inputs must be those of the last start
+    (`docs/reliability.md`)."""
     check_memory: bool = True
     """On CUDA, do a dry run before the start and refuse a run that does not fit into memory
     (`docs/scaling.md`)."""
@@ -161,7 +161,8 @@ class ModelSection(Section):
 
     path: PathText = ""
     """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
-    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`). Required."""
+    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`), or a GGUF file (`docs/models.md`).
+    Required."""
     reference: PathTexts | None = None
     """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
     on-policy distillation, with the policy's tokens and any shape; null uses `model.path`. Several
@@ -176,9 +177,8 @@ class ModelSection(Section):
     """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
     disables FP8."""
     routing_replay: Literal["none", "behavior", "engine"] = "none"
-    """Experts of a token in updates: the router's present choice (`none`), those that it chose when
-    behavior log-probs were computed (`behavior`), or the engine's, in that pass and in updates
-    (`engine`; `docs/routing-replay.md`)."""
+    """Experts of a token in updates: the router's present choice (`none`), that of the behavior
+    pass (`behavior`), or the engine's, in that pass too (`engine`; `docs/routing-replay.md`)."""
 
     @property
     def references(self) -> dict[str | None, str]:
@@ -208,15 +208,14 @@ class RolloutSection(Section):
     temperature: Positive = 1.0
     """Sampling temperature, also applied to the log-probs that are trained on."""
     top_k: Annotated[int, Field(ge=2)] | None = None
-    """Draw each token from the k most probable ones only. Log-probs in training are then over the
-    tokens that the engine's sampler kept, which are recorded with each sampled token
-    (`docs/sampling.md`); null keeps all."""
+    """Draw each token from the k most probable tokens; training's log-probs are then over the
+    tokens that the sampler kept (`docs/sampling.md`). null keeps all."""
     top_p: Fraction = 1.0
-    """Draw each token from the most probable ones only, whose probabilities sum to this; it needs
-    `top_k` too, which bounds what is recorded."""
+    """Draw each token from the most probable tokens whose probabilities sum to this; needs
+    `top_k` too."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw each token only from those that have this fraction of the largest probability; it needs
-    `top_k` too, which bounds what is recorded."""
+    """Draw each token from those with at least this fraction of the largest probability; needs
+    `top_k` too."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that one engine generates concurrently."""
     gpu_memory_utilization: Fraction = 0.5
@@ -409,8 +408,7 @@ class TrainerSection(Section):
     """Steps between self-tests of the run (`docs/reliability.md`); null disables them."""
     stall_seconds: Positive | None = 600.0
     """Seconds without progress on a rank before the watchdog ends the job so that it can be
-    restarted, doubled during set-up, checkpoints and export (`docs/reliability.md`). null disables
-    the watchdog."""
+    restarted, doubled during set-up, checkpoints and export; null disables the watchdog."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU."""
 
@@ -419,9 +417,8 @@ class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
     bucket_mib: Positive | None = None
-    """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of its
-    extra memory (with vLLM's loaders, tensors are also assembled in it); null is 512 on CUDA and 64
-    on a CPU."""
+    """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of
+    its extra memory; null is 512 on CUDA and 64 on a CPU."""
     time_limit_seconds: Positive = 300.0
     """Time limit in seconds for transferring the weights in one sync."""
 
@@ -638,9 +635,9 @@ class EnvironmentSection(Section):
     name: str
     """Environment as `module:class` (`docs/agents.md`). Required."""
     max_context_tokens: Count
-    """Maximum length of a whole conversation in tokens: prompt, turns and observations (with
-    `max_rewrites`, of each of its sequences); what the policy writes in all turns is limited by
-    `rollout.max_response_tokens`. Required."""
+    """Maximum length of a conversation in tokens: prompt, turns and observations (with
+    `max_rewrites`, of each of its sequences); `rollout.max_response_tokens` limits what the
+    policy writes in all turns."""
     max_turns: Count = 8
     """Maximum number of turns of the policy in a conversation."""
     max_turn_tokens: Count | None = None
@@ -654,14 +651,12 @@ class EnvironmentSection(Section):
     """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
     run, `zero` ends the conversation with reward 0."""
     max_rewrites: Annotated[int, Field(ge=0, le=255)] = 0
-    """Number of times that an agent may change earlier messages of a conversation, for example by
-    a summary or by removing thinking. Each time begins another sequence, and all sequences are
-    trained as one response. A further such request is refused, which is a failure of the
-    conversation (`on_error`)."""
+    """Number of times that an agent may change earlier messages of a conversation, such as by a
+    summary. Each change begins another sequence of the same response; a further change is a
+    failure of the conversation (`on_error`)."""
     in_rounds: bool = False
-    """Continue all conversations of an engine together, once each turn is answered. On CUDA,
-    results are then reproducible although environments answer at different speeds; it costs
-    time."""
+    """Continue all conversations of an engine together, once each turn is answered: slower, but
+    on CUDA reproducible whatever the speed of the environments."""
 
 
 # Parameters of transformers' apply_chat_template that it does not pass on to the template.
@@ -752,9 +747,8 @@ class DataSection(Section):
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
     date: Annotated[str, BeforeValidator(_as_date)] | None = None
-    """Date as YYYY-MM-DD for chat templates that write today's date, such as Llama 3.2's and
-    gpt-oss's; null uses the date of the run's first start, also after a resume and when the run is
-    evaluated."""
+    """Date as YYYY-MM-DD for chat templates that write today's date; null uses the date of the
+    run's first start, also after a resume and in evaluations."""
 
     @property
     def rendering(self) -> dict[str, Any]:
@@ -836,18 +830,17 @@ class LoggingSection(Section):
     tensorboard: bool = True
     """Write TensorBoard files to the run directory."""
     traced_responses: Annotated[int, Field(ge=0)] = 8
-    """Number of responses per step, whole groups first, whose log-probs at every epoch are saved in
-    `traces/` for the report. They are selected by prompt, so that runs with the same seed select
-    the same ones. 0 disables it."""
+    """Number of responses per step, in whole groups chosen by seed and prompt, whose log-probs
+    at every epoch are saved in `traces/` for the report; 0 disables it."""
     sample_every: Annotated[int, Field(ge=0)] = 10
     """Rollout batches between samples (prompt, response, reward) that are printed and sent to
     TensorBoard and W&B, starting with the first batch. 0 disables them."""
     keep_rollouts: Annotated[
         Literal["all", "sampled"] | int, BeforeValidator(_check_keep_rollouts)
     ] = "all"
-    """Rollouts that are kept in `rollouts/`: `all` keeps everything, a number N keeps everything of
-    the newest N steps and a sample of groups of each older step, `sampled` keeps that sample of
-    every step (`docs/reliability.md`)."""
+    """Rollouts that are kept in `rollouts/`: `all`, those of the newest N steps and a sample of
+    groups of older steps (a number N), or that sample of every step (`sampled`;
+    `docs/reliability.md`)."""
     wandb: str | None = None
     """Weights & Biases project to log to, as `PROJECT` or `ENTITY/PROJECT`; null disables it."""
     mlflow: str | None = None

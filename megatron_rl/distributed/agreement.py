@@ -107,7 +107,11 @@ def sum_over_ranks(
     try:
         if joining is not None:
             joining.record()
-        work = dist.all_reduce(total, async_op=True) if link is None else link.all_reduce(total)
+        work = (
+            dist.all_reduce(total, async_op=True)
+            if link is None
+            else link.weights.all_reduce(total)
+        )
         if time_limit is None:
             work.wait()
         else:
@@ -192,7 +196,7 @@ def gather_from_ranks(value: Any, *, link: Link | None = None) -> list[Any]:
     For small values.
     """
     if link is not None:
-        return link.gather(value)
+        return link.weights.gather(value)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -5,8 +5,9 @@ this package see a world that consists of their side. The link is one more group
 the trainers first, then the engines. torch has no record of it, because the same rank of two
 default groups would be ambiguous; it is used through this class alone.
 
-Trainers send orders, small and in order, and engines answer some of them with results. Values of
-any size go either way. Weights are exchanged by both sides at once, on an order of its own.
+Three kinds of messages share the group. `Orders` are small and go from the trainers to the engines,
+in order. `Values` have any size and go either way. `WeightMessages` are exchanged by all ranks at
+once, on an order of their own.
 """
 
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Protocol, Self
 from unittest import mock
 
 import torch
@@ -34,6 +35,128 @@ _OVER = "over"  # key: the trainers have ended
 _FAILED = "failed"  # key of the first error of any rank
 
 
+class LinkRank(Protocol):
+    """A rank of a link, as its messages use it."""
+
+    rank: int
+    trainers: int
+    engines: int
+    store: Any
+
+    @property
+    def is_engine(self) -> bool:
+        """True on a rank that only generates."""
+        ...
+
+    def wait_for(self, key: str) -> bytes:
+        """Return the value of a key of the store as soon as it exists."""
+        ...
+
+
+@dataclass
+class Orders:
+    """Orders of the trainers to the engines, in order, through the store."""
+
+    link: LinkRank
+    _count: int = 0
+
+    def send(self, kind: str, *arguments: Any) -> None:
+        """Send the engines an order; called by every trainer, sent by the first."""
+        assert not self.link.is_engine
+        if self.link.rank == 0:
+            self.link.store.set(f"order {self._count}", pickle.dumps((kind, *arguments)))
+        self._count += 1
+
+    def next(self) -> tuple[Any, ...]:
+        """Wait for the next order of the trainers; the same on every engine rank."""
+        assert self.link.is_engine
+        order: tuple[Any, ...] = pickle.loads(self.link.wait_for(f"order {self._count}"))
+        self._count += 1
+        return order
+
+
+@dataclass
+class Values:
+    """Values of any size between the first ranks of both sides. host: torch's gloo group."""
+
+    link: LinkRank
+    host: Any
+    _sent: int = 0
+    _taken: int = 0
+    _sending: list[tuple[Tensor, Any]] = field(default_factory=list)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """The first rank of this side, and of the other."""
+        return (self.link.trainers, 0) if self.link.is_engine else (0, self.link.trainers)
+
+    def send(self, value: Any) -> None:
+        """Send the other side a value, without waiting; called by every rank of this side."""
+        first, other = self._ends
+        if self.link.rank == first:
+            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            # Announced first: the first message between two ranks waits for both.
+            name = _value_key(self._sent, is_engine=self.link.is_engine)
+            self.link.store.set(name, str(len(data)))
+            self._sending.append((data, self.host.send([data], other, VALUES)))
+        self._sent += 1
+
+    def take(self) -> Any:
+        """Wait for the other side's next value; returns it on this side's first rank, else None."""
+        first, other = self._ends
+        name = _value_key(self._taken, is_engine=not self.link.is_engine)
+        size = int(self.link.wait_for(name))
+        self._taken += 1
+        if self.link.rank != first:
+            return None
+        data = torch.empty(size, dtype=torch.uint8)
+        self.host.recv([data], other, VALUES).wait()
+        return pickle.loads(data.numpy().data)
+
+    def flush(self) -> None:
+        """Release the memory of sent values, which the other side must have taken."""
+        for _, work in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+@dataclass
+class WeightMessages:
+    """Collectives and messages of a weight sync, between all ranks of both sides.
+
+    host, device: torch's gloo group, and its NCCL group where there is CUDA.
+    """
+
+    link: LinkRank
+    host: Any
+    device: Any
+    _gathers: int = 0
+
+    def all_reduce(self, total: Tensor) -> Any:
+        """Start summing a tensor on the host over all ranks; returns the work to wait for."""
+        return self.host.allreduce([total])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value in rank order; for small values. Collective."""
+        self._gathers += 1
+        name, store = f"gather {self._gathers}", self.link.store
+        store.set(f"{name}/{self.link.rank}", pickle.dumps(value))
+        ranks = range(self.link.trainers + self.link.engines)
+        return [pickle.loads(store.get(f"{name}/{rank}")) for rank in ranks]
+
+    def start(
+        self, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> list[Any]:
+        """Start messages to and from ranks, in the order of both; returns the work to wait for."""
+        on_device = any(tensor.is_cuda for tensor, _ in (*sends, *receives))
+        group = self.device if on_device else self.host
+        if on_device:  # NCCL starts the messages of a group at once
+            group._start_coalescing(torch.device("cuda"))
+        work = [group.send([tensor], to, WEIGHTS) for tensor, to in sends]
+        work += [group.recv([tensor], sender, WEIGHTS) for tensor, sender in receives]
+        return [group._end_coalescing(torch.device("cuda"))] if on_device else work
+
+
 @dataclass
 class Link:
     """Group of all ranks of both sides, as one of them.
@@ -50,11 +173,6 @@ class Link:
     timeout: timedelta
     patience: float = float("inf")
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    _gathers: int = 0
-    _orders: int = 0
-    _posted: int = 0
-    _taken: int = 0
-    _sending: list[tuple[Tensor, Any]] = field(default_factory=list)
     _reported: float = 0.0  # when this rank last reported its progress
     _is_waiting: bool = False
     _asked: float = 0.0  # when this rank last asked for the end
@@ -63,85 +181,21 @@ class Link:
     def __post_init__(self) -> None:
         size = self.trainers + self.engines
         with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):  # few pairs exchange anything
-            self._host: Any = dist.ProcessGroupGloo(
+            host = dist.ProcessGroupGloo(
                 dist.PrefixStore("link host", self.store), self.rank, size, self.timeout
             )
-        self._device: Any = None
+        device: Any = None
         if torch.cuda.is_available():
             store = dist.PrefixStore("link device", self.store)
             options = dist.ProcessGroupNCCL.Options()
-            self._device = dist.ProcessGroupNCCL(store, self.rank, size, options)
+            device = dist.ProcessGroupNCCL(store, self.rank, size, options)
+        self.orders, self.values = Orders(self), Values(self, host)
+        self.weights = WeightMessages(self, host, device)
 
     @property
     def is_engine(self) -> bool:
         """True on a rank that only generates."""
         return self.rank >= self.trainers
-
-    def all_reduce(self, total: Tensor) -> Any:
-        """Start summing a tensor on the host over all ranks; returns the work to wait for."""
-        return self._host.allreduce([total])
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; for small values. Collective."""
-        self._gathers += 1
-        name = f"gather {self._gathers}"
-        self.store.set(f"{name}/{self.rank}", pickle.dumps(value))
-        ranks = range(self.trainers + self.engines)
-        return [pickle.loads(self.store.get(f"{name}/{rank}")) for rank in ranks]
-
-    def start(
-        self, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> list[Any]:
-        """Start messages to and from ranks, in the order of both; returns the work to wait for."""
-        on_device = any(tensor.is_cuda for tensor, _ in (*sends, *receives))
-        group = self._device if on_device else self._host
-        if on_device:  # NCCL starts the messages of a group at once
-            group._start_coalescing(torch.device("cuda"))
-        work = [group.send([tensor], to, WEIGHTS) for tensor, to in sends]
-        work += [group.recv([tensor], sender, WEIGHTS) for tensor, sender in receives]
-        return [group._end_coalescing(torch.device("cuda"))] if on_device else work
-
-    def order(self, kind: str, *arguments: Any) -> None:
-        """Send the engines an order; called by every trainer, sent by the first."""
-        assert not self.is_engine
-        if self.rank == 0:
-            self.store.set(f"order {self._orders}", pickle.dumps((kind, *arguments)))
-        self._orders += 1
-
-    def next_order(self) -> tuple[Any, ...]:
-        """Wait for the next order of the trainers; the same on every engine rank."""
-        assert self.is_engine
-        order: tuple[Any, ...] = pickle.loads(self._wait_for(f"order {self._orders}"))
-        self._orders += 1
-        return order
-
-    def post(self, value: Any) -> None:
-        """Send the other side a value, without waiting; called by every rank of this side."""
-        first, other = (self.trainers, 0) if self.is_engine else (0, self.trainers)
-        if self.rank == first:
-            data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            # Announced first: the first message between two ranks waits for both.
-            name = _value_key(self._posted, is_engine=self.is_engine)
-            self.store.set(name, str(len(data)))
-            self._sending.append((data, self._host.send([data], other, VALUES)))
-        self._posted += 1
-
-    def flush(self) -> None:
-        """Release the memory of values, which the other side must have taken."""
-        for _, work in self._sending:
-            work.wait()
-        self._sending.clear()
-
-    def take(self) -> Any:
-        """Wait for the other side's next value; returns it on this side's first rank, else None."""
-        first, other = (self.trainers, 0) if self.is_engine else (0, self.trainers)
-        size = int(self._wait_for(_value_key(self._taken, is_engine=not self.is_engine)))
-        self._taken += 1
-        if self.rank != first:
-            return None
-        data = torch.empty(size, dtype=torch.uint8)
-        self._host.recv([data], other, VALUES).wait()
-        return pickle.loads(data.numpy().data)
 
     def watch(self, heartbeat: Heartbeat) -> None:
         """Use this rank's heartbeat, whose progress the other side sees from now on."""
@@ -168,7 +222,7 @@ class Link:
         try:
             if not self.is_engine:
                 self.store.set(_OVER, "")
-                self.order("end" if error is None else "interrupted")
+                self.orders.send("end" if error is None else "interrupted")
             self.store.add("left", 1)
             end = time.monotonic() + _END_SECONDS
             everyone = self.trainers + self.engines
@@ -193,7 +247,7 @@ class Link:
             self._is_over = self.store.check([_OVER]) or self.store.check([_FAILED])
         return self._is_over
 
-    def _wait_for(self, key: str) -> bytes:
+    def wait_for(self, key: str) -> bytes:
         """Return the value of a key of the store as soon as it exists."""
         # If rank 0 does not respond, the store does not either: nothing is counted then.
         with self.heartbeat.patient(self.patience):

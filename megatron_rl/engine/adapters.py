@@ -55,26 +55,6 @@ class Host(WeightReceiver, Protocol):
     topology: Topology
 
 
-def lora_arguments(settings: AdapterSettings | None, shape: ModelShape) -> dict[str, Any]:
-    """Return vLLM's arguments: slots for the versions, and only the modules that have adapters."""
-    if settings is None:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": settings.versions,
-        "max_cpu_loras": settings.versions,
-        "max_lora_rank": slot_rank(settings.lora.rank),
-        "lora_target_modules": engine_modules(shape, settings.lora.targets),
-    }
-
-
-def start_adapters(
-    llm: Any, host: Host, settings: AdapterSettings | None, resharder: Resharder
-) -> "EngineAdapters | None":
-    """Return the adapters of a started vLLM; None without settings."""
-    return None if settings is None else EngineAdapters(llm, host, settings, resharder)
-
-
 @dataclass
 class AdapterResharder:
     """Repeated transfers of factors, before the first of which the base weights are transferred.
@@ -119,15 +99,10 @@ def factor_layout(base: EngineLayout) -> EngineLayout:
 
 
 class EngineAdapters:
-    """The adapters of one engine rank, and the receiver of their factors.
+    """The adapters of one engine rank, and the receiver of their factors; an `EngineFeature`."""
 
-    Raises RuntimeError if vLLM has adapters on other modules than the actor.
-    """
-
-    def __init__(
-        self, llm: Any, host: Host, settings: AdapterSettings, resharder: Resharder
-    ) -> None:
-        self._llm, self._host, self.settings = llm, host, settings
+    def __init__(self, host: Host, settings: AdapterSettings, resharder: Resharder) -> None:
+        self._host, self.settings = host, settings
         self.layout, self.dtype, lora = factor_layout(host.layout), host.dtype, settings.lora
         self.resharder = AdapterResharder.beside(resharder, self)
         self.shape = replace(host.shape, factors=Factors(lora.rank, tuple(lora.targets)))
@@ -135,8 +110,22 @@ class EngineAdapters:
         rank = host.layout.first + host.topology.rank
         for piece in host.layout.pieces(self.shape, rank=rank):
             self._pieces.setdefault(piece.parameter, []).append(piece)
+        self._llm: Any = None
         self._sent: list[int] = []  # versions in the order of their arrival
         self._arrived: Any = None  # vllm.lora.lora_model.LoRAModel
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments: slots for the versions, and the modules that have adapters."""
+        lora, versions = self.settings.lora, self.settings.versions
+        return {
+            "enable_lora": True, "max_loras": versions, "max_cpu_loras": versions,
+            "max_lora_rank": slot_rank(lora.rank),
+            "lora_target_modules": engine_modules(self._host.shape, lora.targets),
+        }  # fmt: skip
+
+    def start(self, llm: Any) -> None:
+        """Begin; raises RuntimeError if vLLM has adapters on other modules than the actor."""
+        self._llm = llm
         (self._worker,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager)
         self._worker._load_adapter = self._load_adapter
         self._manager: Any = self._worker._adapter_manager

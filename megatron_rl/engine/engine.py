@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,8 +13,9 @@ from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
-ProgressCallback = Callable[[int, int, int], None]
-"""Receives finished and total responses of this engine, and the tokens that it has generated."""
+ProgressCallback = Callable[[int, int, int, int], None]
+"""Receives finished and total responses of this engine, the tokens that it has generated, and about
+how many it will generate (0: unknown)."""
 OnFinished = Callable[[int, Response], None]  # position among all responses, response
 
 
@@ -66,18 +67,28 @@ class ConversationSettings:
             self.pool.use_journal(self.journals / name)
 
 
+class EngineFeature(Protocol):
+    """An ability of an engine that vLLM must be started with."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments."""
+        ...
+
+    def start(self, llm: Any) -> None:
+        """Begin to use the started vLLM."""
+        ...
+
+
 class GenerationStopped(Exception):  # noqa: N818 - not an error
     """Generation was interrupted before all responses were finished; all are discarded."""
 
 
-class RolloutEngine(Protocol):
-    """Interface of a generation engine, which uses the weights synced last.
+class WeightSink(Protocol):
+    """Receiver of the trained weights: engines, here or on other ranks, or nothing.
 
     Every call is collective. Weight sync uses `resharding.push.WeightReceiver`.
     """
 
-    layout: EngineLayout
-    dtype: torch.dtype
     shares_devices: bool
     """True if it runs on the ranks that train, in turn with the actor."""
 
@@ -85,6 +96,49 @@ class RolloutEngine(Protocol):
     def weight_version(self) -> int:
         """Version of the weights received last; -1 before the first."""
         ...
+
+    def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
+        """Copy the actor's current weights into this engine; raises unless all of them arrive."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the device memory for training until the next weight sync."""
+        ...
+
+
+class Responder(Protocol):
+    """Engines that answer prompts in one turn, by the weights synced last. Collective."""
+
+    @property
+    def layout(self) -> EngineLayout:
+        """Ranks and tensor parallel size of all engines."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the engines' weights."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        samples: int,
+        sampling: SamplingSettings | Sequence[SamplingSettings],
+    ) -> list[Response]:
+        """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
+
+        sampling: settings for all prompts, or one per prompt.
+
+        Engine i % num_engines answers prompt i. The same prompts and seed give the same responses
+        for every engine layout. Raises on every rank if an engine fails, hangs, dies or exceeds
+        the time limit, and GenerationStopped if any rank received a request to stop.
+        """
+        ...
+
+
+class RolloutEngine(Responder, Protocol):
+    """Generation on this rank, as sources of rollouts use it. Every call is collective."""
 
     environment_costs: Mapping[str, float]
     """Counts of the last `generate` with conversations, over all engines: `answers`, the `seconds`
@@ -107,17 +161,12 @@ class RolloutEngine(Protocol):
         on_all_ranks: bool = True,
         conversations: ConversationSettings | None = None,
     ) -> list[Response]:
-        """Return `samples` responses per prompt on every rank, ordered by prompt, then sample.
+        """Return responses as `Responder.generate` does.
 
-        sampling: settings for all prompts, or one per prompt.
         on_response: called on one rank for each response as soon as it is finished.
         on_all_ranks: every rank receives tokens, log-probs and texts; otherwise only rank 0 and the
             rank that generated them (`types.Response.owner`).
         conversations: each response is a conversation with an environment; None: one turn.
-
-        Engine i % num_engines answers prompt i. The same prompts and seed give the same responses
-        for every engine layout. Raises on every rank if an engine fails, hangs, dies or exceeds
-        the time limit, and GenerationStopped if any rank received a request to stop.
         """
         ...
 
@@ -129,12 +178,4 @@ class RolloutEngine(Protocol):
 
     def drop_caches(self) -> None:
         """Drop the KV cache of all unfinished responses; continuing them recomputes it."""
-        ...
-
-    def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
-        """Copy the actor's current weights into this engine; raises unless all of them arrive."""
-        ...
-
-    def sleep(self) -> None:
-        """Release the device memory for training until the next weight sync."""
         ...

@@ -1,7 +1,7 @@
 """Engines on ranks of their own, as the ranks that train see them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def build_resharder(
 
 @dataclass
 class RemoteEngine:
-    """The part of `RolloutEngine` that trainers need, as orders to the engines of a link.
+    """A `WeightSink` and `Responder` that sends orders to the engines of a link.
 
     `trainer/engine_ranks.py` executes them.
     """
@@ -63,7 +63,6 @@ class RemoteEngine:
     link: Link
     receiver: EnginesElsewhere
     resharder: Resharder | AdapterResharder
-    environment_costs: Mapping[str, float] = field(default_factory=dict)
     shares_devices = False
     _version: int = -1
 
@@ -87,24 +86,22 @@ class RemoteEngine:
         *,
         samples: int,
         sampling: SamplingSettings | Sequence[SamplingSettings],
-        **how: Any,
     ) -> list[Response]:
         """Return responses on every trainer. Collective."""
-        assert not how, f"{sorted(how)} of a call on other ranks"
-        self.link.order("responses", list(prompts), samples, sampling)
-        box = [self.link.take()]
+        self.link.orders.send("responses", list(prompts), samples, sampling)
+        box = [self.link.values.take()]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(box)
         return box[0]
 
     def sync_weights(self, actor: WeightSource, *, version: int) -> SyncStats:
-        self.link.order("weights", version)
+        self.link.orders.send("weights", version)
         stats = self.resharder.push(actor, version=version)
         self._version = version
         return stats
 
     def drop_caches(self) -> None:
-        self.link.order("drop caches")
+        self.link.orders.send("drop caches")
 
     def sleep(self) -> None:
         """Do nothing: the engines have devices of their own."""

@@ -9,6 +9,7 @@ they are many bytes and no file contains them.
 """
 
 import json
+import math
 import os
 import sys
 import threading
@@ -298,6 +299,8 @@ class FinishedResponses:
     prompts: Sequence[Prompt]
     samples: int  # responses per prompt
     expected: int  # responses of this engine
+    longest: int  # tokens of a response at most; 0: unknown
+    core: Any  # vLLM's LLMEngine
     share: tuple[int, int]  # rank within the engine, number of its ranks
     tokenizer: Any
     weight_version: int
@@ -308,6 +311,8 @@ class FinishedResponses:
     own: list[Generated] = field(default_factory=list)
     _num_finished: int = 0
     _finished_tokens: int = 0
+    _running_tokens: int = 0
+    _counted: float = -math.inf  # when they were counted
 
     def __post_init__(self) -> None:
         if self.routes is not None:
@@ -322,11 +327,20 @@ class FinishedResponses:
         """Add a response that is complete."""
         self._keep(generated.position, lambda: generated, len(generated.token_ids))
 
-    def show(self, core: Any = None) -> None:
-        """Report progress, also of the requests that run in vLLM's LLMEngine `core`."""
-        if self.on_progress is not None:
-            running = 0 if core is None else count_running_tokens(core)
-            self.on_progress(self._num_finished, self.expected, self._finished_tokens + running)
+    def show(self) -> None:
+        """Report progress, with the tokens of unfinished requests as they were within a second.
+
+        Until a quarter is finished, others are expected to be as long as possible: the first ones
+        to end are short.
+        """
+        if self.on_progress is None:
+            return
+        if (now := time.monotonic()) - self._counted > COUNT_SECONDS:
+            self._counted, self._running_tokens = now, count_running_tokens(self.core)
+        done, tokens = self._num_finished, self._finished_tokens
+        each = self.longest if 4 * done < self.expected else tokens / done
+        expected = int(tokens + (self.expected - done) * each) if self.longest else 0
+        self.on_progress(done, self.expected, tokens + self._running_tokens, expected)
 
     def _keep(self, position: int, build: Callable[[], Generated], tokens: int) -> None:
         self._num_finished += 1
@@ -374,6 +388,7 @@ class FinishedResponses:
         )
 
 
+COUNT_SECONDS = 1.0  # between counts of the tokens of unfinished requests
 Finished = Callable[[int, Any], None]  # position of a request, vLLM's RequestOutput
 CLEAN_UP_SECONDS = 30.0  # seconds beyond the limit for the current step and for cleaning up
 POLL_INTERVAL_STEPS = 8  # between checks of the limits on all ranks of an engine
@@ -402,7 +417,7 @@ def run_requests(
     stall_limit: float,
     on_finished: Finished,
     on_step: Callable[[], object] = lambda: None,
-    on_running: Callable[[Any], object] = lambda core: None,
+    on_running: Callable[[], object] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
     further: FurtherRequests | None = None,
     lora_request: Any = None,
@@ -410,7 +425,7 @@ def run_requests(
     """Run all requests and call `on_finished(position, vLLM's RequestOutput)` as each finishes.
 
     core: vLLM's LLMEngine. All ranks of an engine call this with the same requests.
-    on_running: called with `core` every few steps.
+    on_running: called every few steps.
     further: a source of requests that start between steps, until it waits for nothing.
     lora_request: vLLM's LoRARequest of the adapters that all requests use; None: of none.
     All ranks of the engine raise together, which leaves it idle: TimeoutError after `stall_limit`
@@ -430,7 +445,7 @@ def run_requests(
                 if not running or steps % POLL_INTERVAL_STEPS == 0:
                     failure = failure or (further.failure if further is not None else None)
                     limits.check(failure, should_stop(), finished, finished + len(running))
-                    on_running(core)
+                    on_running()
                 steps += 1
                 on_step()
                 if further is not None and further.is_waiting:

@@ -15,11 +15,6 @@ from torch import Tensor
 from megatron_rl.models.shape import ModelShape
 
 
-def route_arguments(*, on_cuda: bool) -> dict[str, bool]:
-    """Return the arguments of vLLM with which `EngineRoutes` can be used."""
-    return {"enable_return_routed_experts" if on_cuda else "enable_prefix_caching": on_cuda}
-
-
 def id_dtype(num_experts: int) -> np.dtype:
     """Return the dtype of an expert's number in a row of routes."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.int16)
@@ -31,15 +26,21 @@ def find_request(names: Iterable[str], name: str) -> str:
 
 
 class EngineRoutes:
-    """Reads the routes of finished requests. llm: vLLM's; shape: of a model with experts."""
+    """Reads the routes of finished requests; an `EngineFeature`. shape: of a model with experts."""
 
-    def __init__(self, llm: Any, shape: ModelShape, *, on_cuda: bool) -> None:
+    def __init__(self, shape: ModelShape, *, on_cuda: bool) -> None:
         assert shape.experts is not None, "routes are those of a mixture of experts"
         self.experts, self.layers = shape.experts, shape.num_layers
         # By vLLM's name of a request: (first position, [positions, layers, k]) of each step.
         self._recorded: dict[str, list[tuple[int, np.ndarray]]] | None = None if on_cuda else {}
         self._of_step: dict[int, Tensor] = {}  # by layer: [tokens, k]
-        if not on_cuda:
+
+    def arguments(self) -> dict[str, Any]:
+        on_cuda = self._recorded is None
+        return {"enable_return_routed_experts" if on_cuda else "enable_prefix_caching": on_cuda}
+
+    def start(self, llm: Any) -> None:
+        if self._recorded is not None:
             self._record(llm)
 
     def clear(self) -> None:

@@ -21,26 +21,6 @@ _ARGUMENT = "return_sampling_mask"
 _SETTINGS = "rollout.top_k, rollout.top_p and rollout.min_p"
 
 
-def sampling_mask_arguments(*, on_cuda: bool) -> dict[str, bool]:
-    """Return the arguments of vLLM with which `EngineSamplingMasks` can be used.
-
-    Raises ValueError if this vLLM cannot return masks.
-    """
-    if not on_cuda:
-        return {}
-    if not knows_argument(_ARGUMENT):
-        raise UserError(
-            f"{_SETTINGS} need a vLLM that returns the tokens that its sampler kept "
-            f"({_ARGUMENT}), which this one does not; install a newer one, or unset them"
-        )
-    if not uses_newer_runner():
-        raise UserError(
-            f"{_SETTINGS} need vLLM's newer model runner, which alone returns the tokens that its "
-            "sampler kept; unset VLLM_USE_V2_MODEL_RUNNER, or unset them"
-        )
-    return {_ARGUMENT: True}
-
-
 def bound_sampling(sampling: SamplingSettings, *, vocab_size: int) -> SamplingSettings:
     """Return equal settings that an engine with masks accepts: a top-k, and no temperature of 0."""
     if sampling.temperature == 0:
@@ -55,16 +35,34 @@ def join_masks(masks: Iterable[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]
 
 
 class EngineSamplingMasks:
-    """Reads the sampling masks of a request's outputs. llm: vLLM's.
+    """Reads the sampling masks of a request's outputs; an `EngineFeature`.
 
     is_recording: only then does an engine on a CPU record masks.
     """
 
-    def __init__(self, llm: Any, *, on_cuda: bool) -> None:
+    def __init__(self, *, on_cuda: bool) -> None:
         self.is_recording = False
         # By vLLM's name of a request: the kept ids of each token, by its position.
         self._recorded: dict[str, dict[int, np.ndarray]] | None = None if on_cuda else {}
-        if not on_cuda:
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments; raises ValueError if this vLLM cannot return masks."""
+        if self._recorded is not None:
+            return {}
+        if not knows_argument(_ARGUMENT):
+            raise UserError(
+                f"{_SETTINGS} need a vLLM that returns the tokens that its sampler kept "
+                f"({_ARGUMENT}), which this one does not; install a newer one, or unset them"
+            )
+        if not uses_newer_runner():
+            raise UserError(
+                f"{_SETTINGS} need vLLM's newer model runner, which alone returns the tokens that "
+                "its sampler kept; unset VLLM_USE_V2_MODEL_RUNNER, or unset them"
+            )
+        return {_ARGUMENT: True}
+
+    def start(self, llm: Any) -> None:
+        if self._recorded is not None:
             self._record(llm)
 
     def begin(self, sampling: Iterable[SamplingSettings]) -> "EngineSamplingMasks | None":

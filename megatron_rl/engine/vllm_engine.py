@@ -7,6 +7,7 @@ without communicating.
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from megatron_rl.config.sections import ReshardingSection, RolloutSection
 from megatron_rl.distributed.agreement import StragglerBarrier
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.adapters import AdapterSettings, lora_arguments, start_adapters
+from megatron_rl.engine.adapters import AdapterSettings, EngineAdapters
 from megatron_rl.engine.conversations import Conversations
 from megatron_rl.engine.engine import (
     ConversationSettings,
+    EngineFeature,
     EngineHooks,
     OnFinished,
     ProgressCallback,
@@ -55,11 +57,10 @@ from megatron_rl.engine.requests import (
     sampling_requests,
     scoring_requests,
 )
-from megatron_rl.engine.routes import EngineRoutes, route_arguments
+from megatron_rl.engine.routes import EngineRoutes
 from megatron_rl.engine.sampling_masks import (
     EngineSamplingMasks,
     bound_sampling,
-    sampling_mask_arguments,
 )
 from megatron_rl.engine.starting import (
     check_expert_parallel,
@@ -76,6 +77,31 @@ from megatron_rl.resharding.push import Resharder, SyncStats, WeightSource
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 
+@dataclass(frozen=True)
+class EngineUse:
+    """Abilities that callers of an engine use besides whole responses.
+
+    partial_rollouts: `continue_generation` will be called. routes: responses have their routes.
+    adapters: set if vLLM applies LoRA itself; None if merged weights are pushed.
+    """
+
+    partial_rollouts: bool = False
+    routes: bool = False
+    adapters: AdapterSettings | None = None
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """Settings of weight syncs (see `Resharder`).
+
+    link: joins the trainers, if this rank only generates; None: the actor is in this process.
+    """
+
+    resharding: ReshardingSection = field(default_factory=ReshardingSection)
+    ranks_per_node: int | None = None
+    link: Link | None = None
+
+
 class VllmEngine:
     """vLLM in the actor's processes, with weights received directly from the actor.
 
@@ -84,10 +110,7 @@ class VllmEngine:
     tokenizer: decodes responses, and finds stop strings in them; None leaves their texts empty.
     topology: the actor's rank, world size and device. Process groups must exist.
     max_model_len: maximum prompt plus response length in tokens.
-    partial_rollouts, routes: `continue_generation` will be called; responses have their routes.
-    adapters: the source's adapters, if vLLM computes with them itself; None: with their sums.
-    resharding, ranks_per_node: of weight syncs (see `Resharder`). hooks: callbacks to the run.
-    link: joins the trainers, if this rank only generates; None: the actor is in this process.
+    hooks: callbacks to the run.
     """
 
     shares_devices = True
@@ -102,18 +125,15 @@ class VllmEngine:
         dtype: torch.dtype,
         max_model_len: int,
         seed: int = 0,
-        partial_rollouts: bool = False,
-        routes: bool = False,
-        adapters: AdapterSettings | None = None,
-        resharding: ReshardingSection | None = None,
-        ranks_per_node: int | None = None,
-        link: Link | None = None,
+        use: EngineUse | None = None,
+        sync: SyncSettings | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("start torch.distributed (and Megatron) before the vLLM engine")
         self.shape: ModelShape = read_model_shape(model_folder)
-        first = 0 if link is None else link.trainers
+        use, sync = use or EngineUse(), sync or SyncSettings()
+        first = 0 if sync.link is None else sync.link.trainers
         tensor = settings.tensor
         self.layout = EngineLayout(tensor, topology.world_size, settings.expert_parallel, first)
         self._layout_rank = first + topology.rank
@@ -127,27 +147,29 @@ class VllmEngine:
         self.environment_costs: Mapping[str, float] = {}
         patience = settings.stall_seconds + 2 * CLEAN_UP_SECONDS
         self._work = StragglerBarrier("generating", patience=patience)
-        resharding = resharding or ReshardingSection()
-        self._resharder = Resharder(self, resharding, ranks_per_node, link)
+        self._resharder = Resharder(self, sync.resharding, sync.ranks_per_node, sync.link)
         self._stop = find_stop_rule(
             model_folder, self._tokenizer, vocab_size=self.shape.vocab_size,
             token_ids=settings.stop_token_ids, texts=settings.stop,
         )  # fmt: skip
-        arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=partial_rollouts)
+        self._routes = EngineRoutes(self.shape, on_cuda=on_cuda) if use.routes else None
+        self._masks = EngineSamplingMasks(on_cuda=on_cuda) if settings.removes_tokens else None
+        self._adapters = None
+        if use.adapters is not None:
+            self._adapters = EngineAdapters(self, use.adapters, self._resharder)
+        features: list[EngineFeature] = [
+            each for each in (self._routes, self._masks, self._adapters) if each is not None
+        ]
+        arguments = fixed_arguments(max_model_len, on_cuda=on_cuda, partial=use.partial_rollouts)
         arguments |= {"model": str(model_folder), "seed": seed}
         arguments |= self._size_arguments(on_cuda=on_cuda)
         arguments |= layer_arguments(self.shape, on_cuda=on_cuda)
-        arguments |= route_arguments(on_cuda=on_cuda) if routes else {}
-        if settings.removes_tokens:
-            arguments |= sampling_mask_arguments(on_cuda=on_cuda)
-        arguments |= lora_arguments(adapters, self.shape) | settings.engine
+        for feature in features:
+            arguments |= feature.arguments()
         reads_text = tokenizer if settings.stop else None
-        self._llm = start_vllm(topology, arguments, tokenizer=reads_text)
-        self._routes = EngineRoutes(self._llm, self.shape, on_cuda=on_cuda) if routes else None
-        self._masks = None
-        if settings.removes_tokens:
-            self._masks = EngineSamplingMasks(self._llm, on_cuda=on_cuda)
-        self._adapters = start_adapters(self._llm, self, adapters, self._resharder)
+        self._llm = start_vllm(topology, arguments | settings.engine, tokenizer=reads_text)
+        for feature in features:
+            feature.start(self._llm)
         limit = settings.max_num_seqs if on_cuda else None
         self._partial = PartialRequests(
             self._llm.llm_engine, self._stop, self._masks, max_num_seqs=limit
@@ -205,7 +227,8 @@ class VllmEngine:
         numbered = list(zip(range(len(prompts)), prompts, settings, strict=True))
         own = numbered[self.topology.rank // tensor :: engines]
         finished = FinishedResponses(
-            prompts, samples, expected=len(own) * samples,
+            prompts, samples, expected=len(own) * samples, longest=0 if conversations else longest,
+            core=self._llm.llm_engine,
             share=(self.topology.rank % tensor, tensor),
             tokenizer=self._tokenizer, weight_version=self._version, on_response=on_response,
             # Of conversations the turns are counted, so that a slow one is not taken for a hang.

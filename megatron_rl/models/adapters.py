@@ -29,7 +29,7 @@ SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 def adapted_linears(
     shape: ModelShape, targets: Collection[str]
 ) -> Iterator[tuple[Weight, int, int]]:
-    """Yield each kind of weight with an adapter and its sides: the one that is cut, and the other.
+    """Yield each kind of weight with an adapter, and its sizes: of the side that is cut, and whole.
 
     targets: endings of Megatron's names, such as `qkv` of `linear_qkv`. A factor of rank r has r
     elements per unit of one side.
@@ -75,7 +75,7 @@ def count_adapter_parameters(shape: ModelShape, *, rank: int, targets: Collectio
 
 
 def adapters_of_experts(shape: ModelShape, targets: Collection[str]) -> str | None:
-    """Name adapters that one product of all experts cannot have; None if there are none."""
+    """Name the adapters that a grouped product of experts excludes; None without such adapters."""
     if shape.experts is None or not {"fc1", "fc2"} & set(targets):
         return None
     return "adapters of experts (fc1 or fc2 in lora.targets)"
@@ -309,7 +309,7 @@ def _tensor_problems(folder: Path, linears: list[Linear], rank: int) -> list[str
 
 
 def modules_in(names: Container[str], linear: Linear) -> list[str]:
-    """Return the modules of a linear that a file has; adapters of the others start with B = 0."""
+    """Return the modules of a linear that a file has; other modules' adapters start with B = 0."""
     both = ("lora_A", "lora_B")
     return [
         module

@@ -166,7 +166,7 @@ class ModelShape:
 
     @property
     def local_rotary(self) -> "ModelShape | None":
-        """This shape with the rotary embeddings of layers with a window, if they have others."""
+        """This shape with the rotary embeddings of layers with a window, if these layers differ."""
         if self.local_layers is None or self.local_layers.rotary_base is None:
             return None
         base = self.local_layers.rotary_base
@@ -209,7 +209,7 @@ class ModelShape:
         )
 
     def layers_with(self, kind: Layers, among: range | None = None) -> Sequence[int]:
-        """Return the layers of a kind, of all or of the consecutive layers `among`."""
+        """Return the layers of one kind, optionally within the range `among`."""
         layers = range(self.num_layers) if among is None else among
         first = self.experts.first_layer if self.experts else self.num_layers
         if kind in ("delta", "attention"):
@@ -461,7 +461,7 @@ class ModelTensor(NamedTuple):
 
 
 def each_tensor(shape: ModelShape) -> Iterator[ModelTensor]:
-    """Yield all weights of a model; those of experts one by one."""
+    """Yield all weights of a model, each expert's by itself."""
     for weight in shape.weights:
         sizes = weight_shapes(weight, shape=shape)
         layers = (

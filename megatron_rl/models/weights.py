@@ -73,7 +73,7 @@ class LocalPattern:
 def common_rotary_keys(
     config: dict[str, Any], *, default_base: float, default_local_base: float
 ) -> dict[str, Any]:
-    """Return config.json with one set of rotary parameters, those of layers without a window.
+    """Return config.json with the rotary parameters of layers without a window alone.
 
     `rope_parameters` of transformers 5 has them by layer type; earlier releases wrote `rope_theta`,
     `rope_scaling` and `rope_local_base_freq`, the base of layers with a window.
@@ -164,7 +164,7 @@ class Weight:
     Names are templates with the layer index `{layer}` and the expert index `{expert}`; both are
     local in Megatron names and global in HF names. `fused` is the name with Transformer Engine's
     layers if it differs. `size` is the shape of each HF tensor, (rows, columns) for matrices;
-    `heights` are their rows if they differ.
+    `heights`: row counts, one for each tensor, if not all have size[0].
     `parts` are sections of the tensors, in order: (which tensor, rows); see `by_head`.
     `frozen` is a buffer in float32, whatever the other weights are, that training does not change.
     `stored` is the tensor of files that has all experts', each transposed (`stored_tensors.py`).

@@ -56,7 +56,7 @@ class PolicyObjective(ABC):
 
     @property
     def needs(self) -> Mapping[str, object]:
-        """Required optional inputs, each with the option that needs it."""
+        """Optional inputs this objective requires, mapped to the option that requires them."""
         return {}
 
     @property

@@ -251,7 +251,7 @@ class PrefixBudget(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Checked):
-    """Reject the largest log-ratios until the others' mean square is at most `threshold`.
+    """Reject the largest log-ratios until the mean square of the rest is at most `threshold`.
 
     M2PO, arXiv 2510.01161, algorithm 1: over the tokens of a whole minibatch that PPO's clip could
     touch, A > 0 with rho > 1 and A < 0 with rho < 1. `Objective.fit` makes it a gate.
@@ -278,8 +278,8 @@ class DivergenceGate(Checked):
 class SoftGate(Checked):
     """4 / tau sigmoid(tau (r - 1)), with a temperature tau for each sign of the advantage.
 
-    SAPO, arXiv 2511.20347. Its derivative by log r is r at r = 1 and fades on both sides of it;
-    that is the coefficient where the weight is detached. Nothing is rejected.
+    SAPO, arXiv 2511.20347. Its derivative by log r equals 1 at r = 1 and tends to 0 on both sides;
+    with `gradient: detached` it is the token's coefficient. Nothing is rejected.
     """
 
     positive_temperature: Positive = 1.0
@@ -423,7 +423,7 @@ class ObjectiveSpec(Checked):
 
     @property
     def needs(self) -> dict[str, object]:
-        """Required optional inputs, each with the option that needs it."""
+        """Optional inputs this objective requires, mapped to the option that requires them."""
         exact = self.kl is not None and self.kl.divergence is not None
         options = {
             "divergence" if exact else "reference_logprobs": self.kl,

@@ -79,6 +79,9 @@ def folder_of_gguf(
     or_in: used instead of the file's own folder if that cannot be written. Raises UserError if the
     file cannot be read. Processes that call this together wait for one of them.
     """
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise UserError(f"{file} does not start as a GGUF file does; {DOWNLOAD_AGAIN}")
     digest = hashlib.sha256()
     add_samples(file, digest)
     parents = [file.parent, *([] if or_in is None else [or_in])]
@@ -202,9 +205,6 @@ def open_gguf(file: Path) -> Any:
         import gguf
     except ImportError:
         raise UserError(f"{file}: reading it needs the library gguf; {INSTALL}") from None
-    with file.open("rb") as stream:
-        if stream.read(4) != b"GGUF":
-            raise UserError(f"{file} does not start as a GGUF file does; {DOWNLOAD_AGAIN}")
     try:
         reader = gguf.GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as error:

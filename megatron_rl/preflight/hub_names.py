@@ -66,7 +66,7 @@ def _read_gguf_files(config: Config, *, echo: Callable[[str], object]) -> dict[s
 
 
 def is_model(key: str) -> bool:
-    """Return True for the key of a model, also of one of several."""
+    """Return True for the key of a model, also where the key names several models."""
     return key in MODELS or key.startswith("model.reference.")
 
 

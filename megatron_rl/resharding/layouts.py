@@ -58,7 +58,7 @@ class ActorLayout:
         return self.chunks(shape)[stage :: self.pipeline]
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return `rank`'s coordinates in the sharding; ranks with equal ones have equal shards."""
+        """Return `rank`'s coordinates in the sharding; equal coordinates mean equal shards."""
         pp_rank, in_stage = divmod(rank, self.world_size // self.pipeline)
         expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
         ep_rank, in_expert = in_stage // expert_tensor % self.expert, in_stage % expert_tensor
@@ -127,7 +127,7 @@ class EngineLayout:
         return range(self.first, self.first + self.world_size)
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return `rank`'s coordinates in its engine; ranks with equal ones need equal shards."""
+        """Return `rank`'s coordinates in its engine; equal coordinates mean equal shards."""
         return ((rank - self.first) % self.tensor,)
 
     def __str__(self) -> str:

@@ -182,7 +182,7 @@ class EnginesElsewhere:
         """Do nothing: the engines check it."""
 
     def live_parameters(self) -> Mapping[str, Tensor]:
-        """Return no parameters, which does not exclude writing into those of the engines."""
+        """Return no parameters; the engines' own may still be written directly."""
         return {}
 
     def invalidate(self) -> None:

@@ -1,12 +1,14 @@
 """The plan of a weight push, as arithmetic: slices, their routes and order, and messages in rounds.
 
-*Senders.* A rank copies the slices that it already has. The others come from ranks of its node that
-have them; slices that no rank of the node has are sent once from another node for all ranks that
-need them. Several possible senders take turns. The bytes received are therefore exactly the lower
-bound: what each rank needs and lacks, and between nodes, what the ranks of a node need and all of
-them lack. Slices go on where the last one ended: three nodes that lack what four replicas have are
-served by another three of the four each time, eight nodes always by the same ones, so that few
-pairs of ranks are connected.
+*Senders.* A rank copies the slices that it already has; the table has the senders of other slices.
+The bytes received are exactly the lower bound: what each rank needs and lacks, and between nodes,
+what the ranks of a node need and all of them lack.
+
+| slice | sender |
+|---|---|
+| some ranks of the node have it | these ranks in turn |
+| no rank of the node has it | a rank of another node, once; the receiver forwards it |
+| 4 replicas have it | to 3 nodes another three of them each time, to 8 nodes always the same |
 
 *Order.* Order decides how many ranks send at once. Within a module (of the engine's, in model
 order) one block of each holder follows the other (of each expert rank, for experts), and pipeline
@@ -104,8 +106,8 @@ class Path:
         return sender, tuple(b for a, b in hops if a == rank)
 
 
-class Turn:
-    """The paths of one slice, and what they ask of each rank.
+class SenderTurn:
+    """The paths of one slice, and the messages that each rank sends and receives for them.
 
     messages: the number of messages that each rank sends or receives, [ranks]; one that it sends to
     several counts once. receives: whether each rank receives the slice, [ranks].
@@ -166,10 +168,10 @@ class Pattern:
             *(len(owners) // math.gcd(len(owners), len(self._far)) for _ in self._far[:1]),
             *(len(to) for to in self._far),
         )
-        self._known: dict[tuple[int, Share], Turn] = {}
+        self._known: dict[tuple[int, Share], SenderTurn] = {}
         self._whole: dict[int, list[Path]] = {}
 
-    def turn(self, number: int, share: Share = WHOLE) -> Turn:
+    def turn(self, number: int, share: Share = WHOLE) -> SenderTurn:
         """Return the routes of slice `number`, or a share of them."""
         key = (number % self.turns, share)
         if key not in self._known:
@@ -180,7 +182,7 @@ class Pattern:
                 for whole in self._whole[key[0]]
                 if (path := whole.share(share, owners=len(self._owners))).by_node
             ]
-            self._known[key] = Turn(paths, self.world_size)
+            self._known[key] = SenderTurn(paths, self.world_size)
         return self._known[key]
 
     def _paths(self, number: int) -> list[Path]:
@@ -233,7 +235,7 @@ class Part(NamedTuple):
     size: int
     owned: Mapping[int, Piece]
     needed: Piece
-    turn: Turn
+    turn: SenderTurn
     within: frozenset[int]  # ranks that need it and have it
 
     def slice(self, source: int, destinations: tuple[int, ...], *, group: int) -> Slice:
@@ -258,13 +260,13 @@ class Loads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PushStep:
     """Blocks that are sent together, to all ranks that need them or to a share of these.
 
     A block is a whole tensor or some of its rows; a step for a loader has a single one.
     """
 
-    blocks: tuple["Block", ...]
+    blocks: tuple["PushBlock", ...]
     share: Share
     loads: Loads
 
@@ -286,7 +288,7 @@ class Step:
         ]  # fmt: skip
 
 
-class Cut(NamedTuple):
+class PushCut(NamedTuple):
     """A part without names: its rectangle, the indices of its pieces, its routes."""
 
     rows: Span
@@ -297,17 +299,17 @@ class Cut(NamedTuple):
     pattern: Pattern
 
 
-class Block(NamedTuple):
+class PushBlock(NamedTuple):
     """Rows of a tensor: their cuts, with the pieces that these index and the turn of each."""
 
     tensor: str
     owned: Sequence[Mapping[int, Piece]]
     needed: Sequence[Piece]
-    cuts: Sequence[Cut]
+    cuts: Sequence[PushCut]
     turns: tuple[int, ...]
 
 
-def split_into_blocks(cuts: Sequence[Cut], block_elements: int | None) -> list[list[Cut]]:
+def split_into_blocks(cuts: Sequence[PushCut], block_elements: int | None) -> list[list[PushCut]]:
     """Split a tensor's cuts into blocks of rows; a tensor that no rank needs has one, empty."""
     count = 1
     if cuts and block_elements:
@@ -317,7 +319,7 @@ def split_into_blocks(cuts: Sequence[Cut], block_elements: int | None) -> list[l
         room = block_elements - SLICE_EXTRA * int(messages.sum(0).max())
         # Without room for the extras of all parts, each row is a block.
         count = -(-busiest // room) if room > 0 else busiest
-    blocks: list[list[Cut]] = []
+    blocks: list[list[PushCut]] = []
     for cut in cuts:
         for number, block in enumerate(_row_blocks(cut, count)):
             if number == len(blocks):
@@ -326,7 +328,7 @@ def split_into_blocks(cuts: Sequence[Cut], block_elements: int | None) -> list[l
     return blocks or [[]]
 
 
-def _row_blocks(whole: Cut, count: int) -> Iterator[Cut]:
+def _row_blocks(whole: PushCut, count: int) -> Iterator[PushCut]:
     """Split into at most `count` blocks of rows, at least one row each."""
     (start, stop), width = whole.rows, whole.columns[1] - whole.columns[0]
     step = max(1, (stop - start) // max(1, count))
@@ -375,11 +377,11 @@ class Plan:
         self.group_of = {rank: g for g, ranks in enumerate(self._owners) for rank in ranks}
         self._patterns: dict[tuple, Pattern] = {}
         self._paths: dict[Path, Path] = {}
-        self._kinds: dict[tuple, list[list[Cut]]] = {}  # blocks
+        self._kinds: dict[tuple, list[list[PushCut]]] = {}  # blocks
         self._turns: dict[tuple[int, int], int] = {}  # slices so far, by pattern and size
         self._loads: dict[tuple, Loads] = {}
 
-    def _kind(self, name: str) -> list[list[Cut]]:
+    def _kind(self, name: str) -> list[list[PushCut]]:
         owned, needs = self._owned[name], self._needs[name]
         key = (
             tuple((*rectangle, *pieces) for rectangle, pieces in owned.items()),
@@ -394,7 +396,7 @@ class Plan:
                     if rows and columns:
                         size = (rows[1] - rows[0]) * (columns[1] - columns[0])
                         pattern = self._pattern(tuple(pieces), tuple(groups))
-                        cuts.append(Cut(rows, columns, size, o, n, pattern))
+                        cuts.append(PushCut(rows, columns, size, o, n, pattern))
             self._kinds[key] = split_into_blocks(cuts, self._block_elements)
         return self._kinds[key]
 
@@ -409,7 +411,7 @@ class Plan:
             )
         return self._patterns[owners, needers]
 
-    def _turn(self, cut: Cut) -> int:
+    def _turn(self, cut: PushCut) -> int:
         """Return the number of a slice of this size; other sizes begin with other senders."""
         if cut.pattern.turns == 1:
             return 0
@@ -420,22 +422,22 @@ class Plan:
         self._turns[key] = number + 1
         return number % cut.pattern.turns
 
-    def _blocks(self, name: str) -> list[Block]:
+    def _blocks(self, name: str) -> list[PushBlock]:
         owned, needs = list(self._owned[name].values()), list(self._needs[name])
         return [
-            Block(name, owned, needs, cuts, tuple(self._turn(cut) for cut in cuts))
+            PushBlock(name, owned, needs, cuts, tuple(self._turn(cut) for cut in cuts))
             for cuts in self._kind(name)
         ]
 
-    def _step(self, blocks: tuple[Block, ...], share: Share = WHOLE) -> Step:
+    def _step(self, blocks: tuple[PushBlock, ...], share: Share = WHOLE) -> PushStep:
         key = (share, *((id(block.cuts), block.turns) for block in blocks))
         if key not in self._loads:
-            self._loads[key] = self._find_loads(Step(blocks, share, NOTHING).parts())
-        return Step(blocks, share, self._loads[key])
+            self._loads[key] = self._find_loads(PushStep(blocks, share, NOTHING).parts())
+        return PushStep(blocks, share, self._loads[key])
 
     def _find_loads(self, parts: list[Part]) -> Loads:
         load, inside = np.zeros((2, self.world_size), np.int64)
-        sizes: dict[Turn, int] = defaultdict(int)  # a turn is that of several parts
+        sizes: dict[SenderTurn, int] = defaultdict(int)  # a turn is that of several parts
         for part in parts:
             sizes[part.turn] += part.size + SLICE_EXTRA
             if part.within:
@@ -447,14 +449,14 @@ class Plan:
         involved = (load > 0) | (inside > 0)
         return Loads(load, receives, involved, sent, int(inside.sum()), int(load.sum()) + 1)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[PushStep]:
         """Yield all steps in transfer order; those of several stages alternate."""
-        stages: dict[int, list[list[list[Block]]]] = {}  # by stage, module and holder
+        stages: dict[int, list[list[list[PushBlock]]]] = {}  # by stage, module and holder
         modules: dict[str, list[str]] = {}
         for name, pieces in self._needs.items():
             modules.setdefault(next(iter(pieces)).parameter.rpartition(".")[0], []).append(name)
         for names in modules.values():
-            holders: dict[tuple, list[Block]] = {}
+            holders: dict[tuple, list[PushBlock]] = {}
             for name in names:
                 holder = tuple(map(tuple, self._owned[name].values()))
                 holders.setdefault(holder, []).extend(self._blocks(name))
@@ -462,9 +464,9 @@ class Plan:
             stages.setdefault(first // self._stage_size, []).append(list(holders.values()))
         yield from _in_proportion([self._queue(of_stage) for of_stage in stages.values()])
 
-    def _queue(self, modules: list[list[list[Block]]]) -> list[Step]:
+    def _queue(self, modules: list[list[list[PushBlock]]]) -> list[PushStep]:
         """Order the steps of a stage."""
-        queue: list[Step] = []
+        queue: list[PushStep] = []
         while modules:
             batch, modules = _next_modules(modules, self._shares)
             alone = [each for each in batch if self._shares == 1 or not _of_expert_ranks(each)]
@@ -480,7 +482,7 @@ class Plan:
             queue += _in_proportion([steps, self._in_shares(by_holder)])
         return queue
 
-    def _alternate(self, holders: list[list[Block]]) -> list[tuple[int, list[Block]]]:
+    def _alternate(self, holders: list[list[PushBlock]]) -> list[tuple[int, list[PushBlock]]]:
         """Order holders so that different ranks receive, with each one's number of those to them.
 
         In an expert-parallel engine, expert ranks next to each other send to the same engine rank.
@@ -493,12 +495,12 @@ class Plan:
             seen[needers] += 1
         return sorted(numbered, key=lambda each: each[0])
 
-    def _in_shares(self, holders: list[list[Block]]) -> list[Step]:
+    def _in_shares(self, holders: list[list[PushBlock]]) -> list[PushStep]:
         """Order the steps of experts: each time every holder sends to another share of the nodes.
 
         A step has as many blocks as there are shares, so that it moves no less than others.
         """
-        count, steps = self._shares, list[Step]()
+        count, steps = self._shares, list[PushStep]()
         for turn in range(count):
             queues = []
             for number, blocks in self._alternate(holders):
@@ -509,7 +511,7 @@ class Plan:
         return steps
 
 
-def _of_expert_ranks(holders: list[list[Block]]) -> bool:
+def _of_expert_ranks(holders: list[list[PushBlock]]) -> bool:
     """Return whether a module's experts are divided over several ranks.
 
     Other modules may have several holders too: with more ranks than key-value heads, ranks share
@@ -528,7 +530,7 @@ def _next_modules(modules: list, count: int) -> tuple[list, list]:
     return modules, []
 
 
-def _in_proportion(queues: list[list[Step]]) -> list[Step]:
+def _in_proportion(queues: list[list[PushStep]]) -> list[PushStep]:
     """Merge queues of steps so that all progress at the same rate."""
     order = []
     for number, queue in enumerate(queues):
@@ -573,7 +575,7 @@ WIRE_ALIGNMENT = 16  # bytes
 SUM_BYTES = 8
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """Slices `first` to `stop` of a message, [height, width] each, one below the other.
 
     start: element of the message at which the first one begins. parameter, top, left: the engine's
@@ -592,7 +594,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """Slices from one rank to others that need all of them, as seen by one of these ranks.
+    """Slices from one rank to all ranks that need them, as one of these ranks handles them.
 
     sender: the rank that sends it to this one: the source, or a rank of this node that forwards it.
     to: the ranks that this rank sends it to; a destination forwards it as soon as it has arrived.
@@ -616,9 +618,9 @@ class Message:
         return tuple(dict.fromkeys(each.tensor for each in self.slices))
 
     @cached_property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[CopyRun]:
         """Return the runs of its slices, computed once all are in it."""
-        runs, end = list[Run](), 0
+        runs, end = list[CopyRun](), 0
         for number, each in enumerate(self.slices):
             needed, (height, width) = each.needed, each.needed.shape
             start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -631,7 +633,7 @@ class Message:
                     runs[-1] = last._replace(stop=number + 1)
                     continue
             place = (needed.parameter, needed.top, needed.left)
-            runs.append(Run(number, number + 1, start, height, width, *place))
+            runs.append(CopyRun(number, number + 1, start, height, width, *place))
         return runs
 
 
@@ -718,7 +720,7 @@ class _Rounds:
         self._tensors = np.zeros(world_size, np.int64)  # elements of tensors that it adds to
         self._open = set[str]()  # these tensors
 
-    def place(self, step: Step, *, size: int) -> list[int]:
+    def place(self, step: PushStep, *, size: int) -> list[int]:
         """Return the round of a step if it fits into a bucket, otherwise that of each part.
 
         size: elements of the whole tensor.
@@ -774,7 +776,7 @@ def schedule(
     tensor_elements: int | None = None,
     fused: bool = False,
     ranks_per_node: int | None = None,
-) -> tuple[Plan, Iterator[tuple[Step, list[int]]]]:
+) -> tuple[Plan, Iterator[tuple[PushStep, list[int]]]]:
     """Return the plan, and each of its steps in transfer order with its round or its parts' rounds.
 
     The limits are those of `plan_for_rank`.
@@ -796,7 +798,7 @@ def schedule(
     return plan, ((s, placing.place(s, size=plan.sizes[s.tensors[0]])) for s in plan.steps())
 
 
-def parts_in_rounds(step: Step, numbers: list[int]) -> Iterator[tuple[int, Part]]:
+def parts_in_rounds(step: PushStep, numbers: list[int]) -> Iterator[tuple[int, Part]]:
     """Yield the parts of a step with their rounds."""
     parts = step.parts()
     yield from zip(numbers * len(parts) if len(numbers) == 1 else numbers, parts, strict=True)

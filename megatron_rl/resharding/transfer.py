@@ -44,10 +44,10 @@ from megatron_rl.resharding.layouts import ActorLayout
 from megatron_rl.resharding.pieces import Matrix, Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import (
     SUM_BYTES,
+    CopyRun,
     Frame,
     Message,
     RankPlan,
-    Run,
     Slice,
     frames_of,
     without_garbage_collection,
@@ -77,7 +77,7 @@ class Parcel:
         """Return its bytes in the buffer and its number of checksums."""
         return self.frame.stop - self.frame.start, self.frame.sum_count
 
-    def runs(self) -> Iterator[tuple[Run, Tensor]]:
+    def runs(self) -> Iterator[tuple[CopyRun, Tensor]]:
         """Yield each run with its slices in the buffer, [n, h, w]."""
         offset = self.frame.first // self.elements.itemsize
         for run in self.message.runs:
@@ -99,7 +99,7 @@ def groups_of_equal_layout(parcels: Sequence[Parcel]) -> Iterator[list[Parcel]]:
 
 
 def copy_all(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy matrices, in one call for those that are contiguous and one for the others."""
+    """Copy matrices: one call for the contiguous matrices, and one for the strided."""
     contiguous: tuple[list[Tensor], list[Tensor]] = [], []
     others: tuple[list[Tensor], list[Tensor]] = [], []
     for to, of in zip(destinations, sources, strict=True):
@@ -469,7 +469,7 @@ class Transfer:
 def _start(sends: Iterable[Parcel], receives: Iterable[Parcel], link: Link | None) -> list[Any]:
     """Start messages; those between two ranks are matched by order, the same on both."""
     if link is not None:
-        return link.start(
+        return link.weights.start(
             sends=[(each.wire, to) for each in sends for to in each.message.to],
             receives=[(each.wire, each.message.sender) for each in receives],
         )
@@ -625,7 +625,7 @@ class Overwriting(Transfer):
                 matrices = self._rows(run).unflatten(0, (-1, run.height))
                 self.ledger.note_slices(parcel.message.slices[run.first], matrices)
 
-    def _rows(self, run: Run) -> Tensor:
+    def _rows(self, run: CopyRun) -> Tensor:
         """Return the rectangle of the engine's parameter that a run is for."""
         first, stop, _, height, width, name, top, left = run
         matrix = self._live.get(name) or self._parameter(name)

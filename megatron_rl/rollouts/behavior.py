@@ -16,7 +16,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.reference import ReferencePolicy
 from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.data.token_rows import is_local, remote_row
-from megatron_rl.engine.engine import RolloutEngine
+from megatron_rl.engine.engine import Responder
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runtime.seeds import derive_seed
@@ -122,7 +122,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 PROMPTS_PER_ENGINE = 8
 
 
-def check_engine_of_run(run: RunContext, engine: RolloutEngine, prompts: Sequence[Prompt]) -> float:
+def check_engine_of_run(run: RunContext, engine: Responder, prompts: Sequence[Prompt]) -> float:
     """Call `check_engine` with the settings of a run; collective."""
     return check_engine(
         run.actor,
@@ -137,7 +137,7 @@ def check_engine_of_run(run: RunContext, engine: RolloutEngine, prompts: Sequenc
 
 def check_engine(
     actor: MegatronActor,
-    engine: RolloutEngine,
+    engine: Responder,
     prompts: Sequence[Prompt],
     *,
     temperature: float,

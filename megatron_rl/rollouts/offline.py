@@ -277,9 +277,8 @@ def _check_group(rollouts: Sequence[Rollout], start: int) -> None:
 
 
 class NoEngine:
-    """Engine of an offline run: ignores weights and generates nothing."""
+    """The `WeightSink` of a run without engines: it ignores weights."""
 
-    engine_seconds: tuple[float, ...] = ()
     weight_version = -1
     shares_devices = True
 

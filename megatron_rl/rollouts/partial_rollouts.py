@@ -7,7 +7,7 @@ unfinished batches advance together, by one window a step with the weights of th
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -31,37 +31,21 @@ UNFINISHED = GradeResult(0.0, "unfinished", None)
 
 
 @dataclass
-class PartialRolloutSource(RolloutSource):
-    """Continues the unfinished groups of the buffer by one window a step."""
+class WindowSource(RolloutSource):
+    """Unfinished groups of the buffer, which gain one window a step."""
 
     run: RunContext
-    engine: RolloutEngine
     grader: Grader
     prompts: PromptSets
     behavior: BehaviorLogprobs
-    new_tokens: int = 0  # added by the last `advance`
+    new_tokens: int = 0  # added by the last window
     _restored_step: int | None = None  # its window and its groups came from a checkpoint
 
     # Between two checkpoints the engine may have caches that no checkpoint contains.
     can_resume_inside = False
 
-    def check(self) -> None:
-        check_engine_of_run(self.run, self.engine, self.prompts.training)
-
     def resume(self, step: int) -> None:
         self._restored_step = step
-
-    def generate(self, step: int) -> list[RolloutBatch]:
-        if step != self._restored_step:
-            with self.run.clock.phase("rollout"):
-                self.advance(step, self.due(step))
-        return []  # `score` grades what this window has completed
-
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        if step == self._restored_step:
-            return []
-        updates, seconds = self.run.actor.updates, self.engine.engine_seconds
-        return self.score_window(step, updates=updates, engine_seconds=seconds)
 
     def score_window(
         self, step: int, *, updates: int, engine_seconds: Sequence[float]
@@ -89,9 +73,6 @@ class PartialRolloutSource(RolloutSource):
     def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
         return []  # only checkpoints contain the unfinished groups too
 
-    def after_checkpoint(self, step: int) -> None:
-        self.engine.drop_caches()
-
     def due(self, step: int, *, arrived: Collection[PromptSlot] = ()) -> list[PromptSlot]:
         """Slots of the responses that gain a window in a step.
 
@@ -102,17 +83,6 @@ class PartialRolloutSource(RolloutSource):
         return [
             slot for slot in buffer.schedule.due(step, ahead=windows - 1) if slot not in finished
         ]
-
-    def advance(self, step: int, slots: Sequence[PromptSlot]) -> None:
-        """Generate one window of the groups of these slots with the current weights."""
-        parts = self._parts(step, slots)
-        keep, before = self.run.config.lag.keeps_cache, self._tokens()
-        responses = self.engine.continue_generation([part for _, part in parts], keep_cache=keep)
-        for (members, part), continued in zip(parts, responses, strict=True):
-            prompts = (prompt for prompt in part.prompts for _ in range(part.samples))
-            pairs = zip(prompts, continued, strict=True)
-            self.insert(members, [Rollout(prompt, one, UNFINISHED) for prompt, one in pairs])
-        self.new_tokens = self._tokens() - before
 
     def insert(self, slots: Sequence[PromptSlot], rollouts: Sequence[Rollout]) -> None:
         """Put the rollouts of slots, group after group, in the place of those before."""
@@ -209,3 +179,39 @@ class PartialRolloutSource(RolloutSource):
         rollouts = self.grader.finish(prompts, responses)
         self.grader.check(prompts=self.run.min_prompts_to_check)
         return rollouts
+
+
+@dataclass
+class PartialRolloutSource(WindowSource):
+    """Continues the unfinished groups by an engine on the ranks that train."""
+
+    engine: RolloutEngine = field(kw_only=True)
+
+    def check(self) -> None:
+        check_engine_of_run(self.run, self.engine, self.prompts.training)
+
+    def generate(self, step: int) -> list[RolloutBatch]:
+        if step != self._restored_step:
+            with self.run.clock.phase("rollout"):
+                self.advance(step, self.due(step))
+        return []  # `score` grades what this window has completed
+
+    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+        if step == self._restored_step:
+            return []
+        updates, seconds = self.run.actor.updates, self.engine.engine_seconds
+        return self.score_window(step, updates=updates, engine_seconds=seconds)
+
+    def advance(self, step: int, slots: Sequence[PromptSlot]) -> None:
+        """Generate one window of the groups of these slots with the current weights."""
+        parts = self._parts(step, slots)
+        keep, before = self.run.config.lag.keeps_cache, self._tokens()
+        responses = self.engine.continue_generation([part for _, part in parts], keep_cache=keep)
+        for (members, part), continued in zip(parts, responses, strict=True):
+            prompts = (prompt for prompt in part.prompts for _ in range(part.samples))
+            pairs = zip(prompts, continued, strict=True)
+            self.insert(members, [Rollout(prompt, one, UNFINISHED) for prompt, one in pairs])
+        self.new_tokens = self._tokens() - before
+
+    def after_checkpoint(self, step: int) -> None:
+        self.engine.drop_caches()

@@ -11,13 +11,12 @@ weight sync: from then on buffer and metrics are those of the run on shared rank
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_rl.actor.reference import KeptWeights
 from megatron_rl.distributed.link import Link
-from megatron_rl.engine.engine import RolloutEngine
 from megatron_rl.engine.remote import RemoteEngine, share_rollouts
 from megatron_rl.rollouts.batch_metrics import generation_metrics
 from megatron_rl.rollouts.behavior import (
@@ -27,7 +26,7 @@ from megatron_rl.rollouts.behavior import (
     check_engine_of_run,
 )
 from megatron_rl.rollouts.engine_source import Filled, pack_filled
-from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
+from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource, WindowSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 from megatron_rl.telemetry.metrics import Interval, PhaseClock
@@ -70,7 +69,7 @@ class RemoteSource(RolloutSource):
         self.kept = KeptWeights(self.run.actor)
 
     def check(self) -> None:
-        check_engine_of_run(self.run, cast(RolloutEngine, self.engine), self.training)
+        check_engine_of_run(self.run, self.engine, self.training)
 
     def start(self, step: int) -> None:
         buffer, arrived = self.run.buffer, self._arrived
@@ -82,7 +81,7 @@ class RemoteSource(RolloutSource):
         surplus = spare if self.run.config.dynamic_sampling.rounds else []
         self._coming = [*itertools.chain(*missing), *surplus]
         if missing:
-            self.link.order("rollouts", step, missing, spare)
+            self.link.orders.send("rollouts", step, missing, spare)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if self._ordered[0] != step:  # the first step of this start of the run
@@ -117,7 +116,7 @@ class RemoteSource(RolloutSource):
 
 
 @dataclass
-class RemotePartialSource(PartialRolloutSource):
+class RemotePartialSource(WindowSource):
     """Partial rollouts on ranks of their own: orders a window, and takes it once a step is trained.
 
     The trainers have all unfinished responses, for checkpoints and behavior log-probs. So have the
@@ -125,6 +124,7 @@ class RemotePartialSource(PartialRolloutSource):
     """
 
     link: Link = field(kw_only=True)
+    engine: RemoteEngine = field(kw_only=True)
     _ordered: tuple[int, Sequence[PromptSlot]] = (0, ())  # step, and slots that are not taken yet
     _ordered_after: int = 0  # updates
     _arrived: Sequence[PromptSlot] = ()  # slots of the groups that the last window has finished
@@ -136,17 +136,20 @@ class RemotePartialSource(PartialRolloutSource):
     def __post_init__(self) -> None:
         self.kept = KeptWeights(self.run.actor)
 
+    def check(self) -> None:
+        check_engine_of_run(self.run, self.engine, self.prompts.training)
+
     def start(self, step: int) -> None:
         slots = self.due(step, arrived=self._arrived)
         self._ordered, self._ordered_after = (step, slots), self.run.actor.updates
         if not self._is_known:
             self._is_known, unfinished = True, self.run.buffer.unfinished
-            self.link.order("resume", list(unfinished))
-            self.link.post([one for group in unfinished.values() for one in group.rollouts])
+            self.link.orders.send("resume", list(unfinished))
+            self.link.values.send([one for group in unfinished.values() for one in group.rollouts])
         elif (step - 1) % self.run.config.trainer.checkpoint_every == 0:
             self.engine.drop_caches()  # a run that resumes from the checkpoint does not have them
         if slots:
-            self.link.order("window", step, slots)
+            self.link.orders.send("window", step, slots)
 
     def generate(self, step: int) -> list[RolloutBatch]:
         if step == self._restored_step:
@@ -226,7 +229,7 @@ def take_generated(run: RunContext, link: Link) -> tuple[list[Filled], dict[str,
     Returns the filled parts, the costs and the seconds of generation.
     """
     with run.clock.phase("rollout"):
-        generated = link.take()
+        generated = link.values.take()
         if generated is not None:
             run.clock.of_engines += generated.intervals
         return _share_generated(generated)

@@ -167,7 +167,7 @@ def split_stacks(text: str) -> dict[int, str]:
 
 
 def identify_stalled_ranks(samples: Sequence[StackSample]) -> tuple[list[StackSample], str]:
-    """Return the ranks that the others wait for, and how they differ; [] if none differs."""
+    """Return the ranks that all others wait for, and the difference; [] if no rank differs."""
     shortest = min((sample.idle for sample in samples), default=0.0)
     signs: Mapping[str, list[StackSample]] = {
         "has exited": [sample for sample in samples if not sample.state],
@@ -193,7 +193,7 @@ def identify_stalled_ranks(samples: Sequence[StackSample]) -> tuple[list[StackSa
 def describe(
     samples: Sequence[StackSample], *, stalled: Sequence[StackSample], headline: str
 ) -> str:
-    """Return the report of a stall: the ranks, then their stacks, those of the stalled first."""
+    """Return the report of a stall: the ranks, then their stacks, stalled ranks first."""
     lines = [headline, "", "rank  process  state  idle s  phase"]
     lines += [
         f"{sample.rank:>4}  {sample.process:>7}  {sample.state or 'gone':<5}  "

@@ -17,8 +17,8 @@ FIRST_LINES, LAST_LINES, FRACTION = 10.0, 60.0, 0.25
 class Advance(Protocol):
     """Report progress of a phase."""
 
-    def __call__(self, done: int, total: int, tokens: int = 0) -> None:
-        """Report finished and total units, and the tokens that were generated so far."""
+    def __call__(self, done: int, total: int, tokens: int = 0, expected: int = 0) -> None:
+        """Report finished and total units, and generated and expected tokens."""
 
 
 class Console:
@@ -70,7 +70,7 @@ class Console:
             with self._bar() as bar:
                 task = bar.add_task(description, total=None, tokens="")
 
-                def advance(done: int, total: int, tokens: int = 0) -> None:
+                def advance(done: int, total: int, tokens: int = 0, expected: int = 0) -> None:
                     self.on_advance()
                     bar.update(task, completed=done, total=total, tokens=_tokens(tokens))
 
@@ -78,7 +78,7 @@ class Console:
         else:
             yield self._heartbeat(description)
 
-    def _advance_silently(self, done: int, total: int, tokens: int = 0) -> None:
+    def _advance_silently(self, done: int, total: int, tokens: int = 0, expected: int = 0) -> None:
         self.on_advance()
 
     def _bar(self) -> Progress:
@@ -95,13 +95,14 @@ class Console:
     def _heartbeat(self, description: str) -> Advance:
         start = last = time.monotonic()
 
-        def advance(done: int, total: int, tokens: int = 0) -> None:
+        def advance(done: int, total: int, tokens: int = 0, expected: int = 0) -> None:
             nonlocal last
             self.on_advance()
             now = time.monotonic()
             if now - last > min(LAST_LINES, max(FIRST_LINES, FRACTION * (now - start))):
                 last = now
-                left = (now - start) * (total - done) / done if done else 0
+                fraction = tokens / expected if expected else done / total
+                left = (now - start) * (1 / fraction - 1) if 0 < fraction < 1 else 0
                 ending = f", about {left:.0f} s left" if left else ""
                 self.echo(f"  {description}: {done}/{total}{_tokens(tokens)}{ending}")
 

@@ -43,7 +43,7 @@ class PeakMemory:
             self._can_reset = False
 
     def count_without(self, released: int) -> None:
-        """Subtract bytes from now on: those of a sleeping engine, which torch still counts."""
+        """Subtract from now on the bytes of a sleeping engine, which torch still counts."""
         peak = self.peak()
         self.reset()
         self._earlier_peak, self._released = peak, released

@@ -1,12 +1,8 @@
-"""Builds a trainer and all its parts from a config."""
+"""Builds the trainers' side of a run from a config: the trainer and all its parts."""
 
-import contextlib
-import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, cast
+from dataclasses import KW_ONLY, dataclass
 
 import torch.distributed as dist
 
@@ -15,16 +11,11 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_files import export_adapters
 from megatron_rl.actor.reference import ReferencePolicy, References
 from megatron_rl.actor.weights import ProgressCallback
-from megatron_rl.config import Config, ConfigError
-from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.distributed.agreement import (
-    cores_of_rank,
-    run_on_rank_0,
-    sync_errors_across_ranks,
-)
+from megatron_rl.config import Config
+from megatron_rl.distributed.agreement import run_on_rank_0
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.engine import ConversationSettings, EngineHooks, RolloutEngine
+from megatron_rl.engine.engine import ConversationSettings, EngineHooks, WeightSink
 from megatron_rl.engine.remote import RemoteEngine, build_resharder
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
@@ -33,11 +24,8 @@ from megatron_rl.models.stored_tensors import check_headers, describe_unread
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
-from megatron_rl.preflight.trials import vote_problems
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import EnginesElsewhere
-from megatron_rl.rewards.pool import VerifierPool
-from megatron_rl.rewards.verifier import Item, VerifierError
 from megatron_rl.rollouts.behavior import (
     BehaviorLogprobs,
     EngineLogprobs,
@@ -66,10 +54,23 @@ from megatron_rl.trainer.actor_settings import (
     compute_dtype,
     make_groups,
 )
+from megatron_rl.trainer.build_engines import (
+    build_engine,
+    build_verifiers,
+    collective_timeout,
+    ranks_per_node,
+    run_engines,
+    start_verifiers,
+)
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.critic import CriticTrainer
-from megatron_rl.trainer.engine_ranks import WeightsElsewhere, actor_topology, serve
-from megatron_rl.trainer.evaluation import Evaluator, RemoteEvaluator
+from megatron_rl.trainer.evaluation import (
+    EngineAnswers,
+    Evaluator,
+    NoAnswers,
+    RemoteAnswers,
+    SetAnswers,
+)
 from megatron_rl.trainer.learning_check import describe_slow_packs
 from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
@@ -83,7 +84,6 @@ from megatron_rl.trainer.startup import (
     watch,
 )
 from megatron_rl.trainer.step_progress import SkippedUpdates
-from megatron_rl.types import Prompt
 
 
 def run_training(
@@ -106,56 +106,12 @@ def run_training(
     # A barrier: no rank still checks the directory when rank 0 writes to it.
     with join_link(config) as link:
         if link is not None and link.is_engine:
-            _generate(config, link, shape, directory, interruption or Interruption())
+            run_engines(config, link, shape, directory, interruption or Interruption())
             return
         _train(
             config, objective, shape, directory, link,
             rank=rank, start=start, interruption=interruption or Interruption(),
         )  # fmt: skip
-
-
-def _generate(
-    config: Config,
-    link: Link,
-    shape: ModelShape,
-    directory: RunDirectory,
-    interruption: Interruption,
-) -> None:
-    """Generate on the ranks of this side of the link until the trainers end."""
-    topology = groups.initialise(seed=config.seed, timeout=collective_timeout(config))
-    log = Console(is_main_rank=True, log_file=directory.log_file).log  # of every rank
-    progress, _ = watch(config, directory, rank=link.rank, link=link, log=log)
-    link.watch(progress)
-    console = Console(is_main_rank=False, log_file=directory.log_file, on_advance=progress.count)
-    folder = directory.prompts.with_name("prompts_of_engines")
-    with contextlib.ExitStack() as stack:
-        _, config = link.next_order()
-        opened = open_conversations(config, topology, echo=log, journals=directory.answers)
-        config, conversations = stack.enter_context(opened)
-        link.post(config)
-        _, reward = link.next_order()
-        config = config.model_copy(update={"reward": reward})
-        prompts = stack.enter_context(share_prompt_sets(config, shape, folder, echo=console.echo))
-        pool = stack.enter_context(build_verifiers(config, topology, directory))
-        _start_verifiers(pool, prompts.training[0], config)
-        hooks = EngineHooks(on_step=progress.count, should_stop=link.is_over)
-        engine = build_engine(config, topology, hooks=hooks, link=link)
-        clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
-        run = RunContext(
-            config, cast(MegatronActor, None), cast(PolicyObjective, None),
-            GroupBuffer(build_schedule(config)), console, clock,
-        )  # fmt: skip
-        grader = Grader(pool, topology, progress.count)
-        recorder = cast(Recorder, None)  # the trainers record
-        serve(
-            link,
-            PartialRolloutSource(run, engine, grader, prompts, BehaviorLogprobs())
-            if config.lag.partial_rollouts is not None
-            else EngineSource(run, engine, grader, prompts, BehaviorLogprobs(), conversations),
-            Evaluator(config, engine, grader, prompts.evaluation, recorder, console, conversations),
-            weights=WeightsElsewhere(shape, actor_topology(config, link, topology), config.lora),
-            interruption=interruption,
-        )
 
 
 def _train(
@@ -193,23 +149,14 @@ def _train(
             console.echo(line)
         config = choose_verifier(config, directory, prompts.asked, echo=console.echo)
         if link is not None:
-            link.order("reward", config.reward)
+            link.orders.send("reward", config.reward)
         start.ended("checks")
         with build_verifiers(config, topology, directory) as pool:
-            trainer = _build_trainer(
-                config,
-                objective=objective,
-                prompts=prompts,
-                directory=directory,
-                console=console,
-                topology=topology,
-                grader=Grader(pool, topology, progress.count),
-                conversations=conversations,
-                interruption=interruption,
-                start=start,
-                progress=progress,
-                link=link,
-            )
+            trainer = TrainingSide(
+                config, objective, prompts, Grader(pool, topology, progress.count), conversations,
+                directory=directory, topology=topology, console=console, link=link,
+                interruption=interruption, start=start, progress=progress,
+            ).build()  # fmt: skip
             with trainer.recorder:
                 trainer.train()
                 progress.begin("export")
@@ -243,77 +190,130 @@ def join_link(config: Config) -> Iterator[Link | None]:
         yield link
 
 
-def _ranks_per_node(topology: Topology) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
+@dataclass
+class TrainingSide:
+    """Builder of the trainer of this rank, and of the engine that it shares its device with.
 
-
-def collective_timeout(config: Config) -> timedelta:
-    """Timeout of collectives: longer than the watchdog's, which can name the missing rank.
-
-    Work whose duration differs between ranks, like generation, ends in a barrier of its own
-    (`distributed/agreement.py`).
+    conversations: environments, None without. link: to ranks that only generate, None without.
     """
-    longest = longest_silence(config)
-    return timedelta(minutes=30) if math.isinf(longest) else timedelta(seconds=longest + GRACE)
 
+    config: Config
+    objective: PolicyObjective
+    prompts: PromptSets
+    grader: Grader
+    conversations: ConversationSettings | None
+    _: KW_ONLY
+    directory: RunDirectory
+    topology: Topology
+    console: Console
+    interruption: Interruption
+    start: StartUp
+    progress: Heartbeat
+    link: Link | None = None
 
-def _build_trainer(
-    config: Config,
-    *,
-    objective: PolicyObjective,
-    prompts: PromptSets,
-    directory: RunDirectory,
-    console: Console,
-    topology: Topology,
-    grader: Grader,
-    conversations: ConversationSettings | None,
-    interruption: Interruption,
-    start: StartUp,
-    progress: Heartbeat,
-    link: Link | None = None,
-) -> Trainer:
-    writer = directory if topology.rank == 0 else None
-    settings = build_actor_settings(config, topology)
-    with console.progress("starting Megatron"):
-        actor = MegatronActor(
-            config.model.path,
-            topology=topology,
-            settings=settings,
-            on_micro_batch=progress.count,
+    def build(self) -> Trainer:
+        """Start Megatron, restore the newest checkpoint, start the engine. Collective."""
+        config, console, topology = self.config, self.console, self.topology
+        writer = self.directory if topology.rank == 0 else None
+        with console.progress("starting Megatron"):
+            actor = MegatronActor(
+                config.model.path,
+                topology=topology,
+                settings=build_actor_settings(config, topology),
+                on_micro_batch=self.progress.count,
+            )
+        log = MetricLog(self.directory.path, config, echo=console.echo) if writer else None
+        clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=self.progress)
+        recorder = Recorder(config, writer, log, console, clock)
+        buffer, faults = GroupBuffer(build_schedule(config)), SkippedUpdates(writer, console)
+        checkpoints = CheckpointKeeper(
+            config, self.directory, console, rank=topology.rank, buffer=buffer, faults=faults,
+            wait_for_records=recorder.wait, interruption=self.interruption,
+        )  # fmt: skip
+        # First, while the actor has the weights that it read, which are often the reference's.
+        compares = needs_reference(self.objective.needs)
+        references = References(actor, config.references) if compares else None
+        critic = checkpoints.critic = build_critic(config, actor)
+        checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
+        self.start.ended("megatron")
+        run = RunContext(config, actor, self.objective, buffer, console, clock)
+        sink, source, answers = self._build_generation(run)
+        return Trainer(
+            run=run,
+            engine=sink,
+            source=source,
+            selector=BatchSelector(run, references),
+            evaluator=Evaluator(config, answers, config.eval.sets, recorder, console),
+            checkpoints=checkpoints,
+            recorder=recorder,
+            faults=faults,
+            critic=None if critic is None else CriticTrainer(run, critic, checkpoints, faults),
+            start=self.start,
         )
-    log = MetricLog(directory.path, config, echo=console.echo) if writer else None
-    clock = PhaseClock(topology.device, group=dist.group.WORLD, progress=progress)
-    recorder = Recorder(config, writer, log, console, clock)
-    buffer = GroupBuffer(build_schedule(config))
-    faults = SkippedUpdates(writer, console)
-    checkpoints = CheckpointKeeper(
-        config, directory, console, topology.rank, recorder.wait, buffer, faults, interruption
-    )
-    # First, while the actor has the weights that it read, which are often the reference's.
-    compares = needs_reference(objective.needs)
-    references = References(actor, config.references) if compares else None
-    critic = checkpoints.critic = build_critic(config, actor)
-    checkpoints.restore(actor)  # uses the memory that vLLM takes afterwards
-    start.ended("megatron")
-    run = RunContext(config, actor, objective, buffer, console, clock)
-    engine, source = _build_source(
-        run, grader, prompts, conversations,
-        start=start, progress=progress, interruption=interruption, link=link,
-    )  # fmt: skip
-    return Trainer(
-        run=run,
-        engine=engine,
-        source=source,
-        selector=BatchSelector(run, references),
-        evaluator=(Evaluator if link is None else RemoteEvaluator)(
-            config, cast(Any, engine), grader, prompts.evaluation, recorder, console, conversations
-        ),
-        checkpoints=checkpoints,
-        recorder=recorder,
-        faults=faults,
-        critic=None if critic is None else CriticTrainer(run, critic, checkpoints, faults),
-        start=start,
-    )
+
+    def _build_generation(self, run: RunContext) -> tuple[WeightSink, RolloutSource, SetAnswers]:
+        """Build what receives weights, what gives rollouts, and what answers evaluation sets."""
+        config, behavior = self.config, build_behavior_logprobs(self.config, run.actor)
+        if self.link is not None:
+            return self._build_remote(run, self.link, behavior)
+        if config.offline.rollouts is not None:
+            rollouts = OfflineRollouts.load(config, run.console.echo)
+            self.start.ended("rollouts")
+        elif config.has_engine:
+            start_verifiers(self.grader.pool, self.prompts.asked[0], config)
+            self.start.ended("verifiers")
+        run.actor.sleep()  # vLLM measures the free memory when it starts
+        if config.offline.rollouts is not None:
+            return NoEngine(), OfflineSource(run, rollouts, behavior), NoAnswers()
+        if not config.has_engine:
+            return NoEngine(), DemonstrationSource(run, self.prompts), NoAnswers()
+        engine = self._start_engine(run)
+        self.start.ended("vllm")
+        answers = EngineAnswers(
+            config, engine, self.grader, self.prompts.evaluation, self.console, self.conversations
+        )
+        source: RolloutSource
+        if config.sft is not None:
+            source = DemonstrationSource(run, self.prompts)
+        elif config.lag.partial_rollouts is not None:
+            source = PartialRolloutSource(run, self.grader, self.prompts, behavior, engine=engine)
+        else:
+            source = EngineSource(
+                run, engine, self.grader, self.prompts, behavior, self.conversations
+            )
+        return engine, source, answers
+
+    def _build_remote(
+        self, run: RunContext, link: Link, behavior: BehaviorLogprobs
+    ) -> tuple[WeightSink, RolloutSource, SetAnswers]:
+        config, settings, topology = self.config, self.config.rollout, run.actor.topology
+        layout = EngineLayout(
+            settings.tensor, link.engines, settings.expert_parallel, link.trainers
+        )
+        receiver = EnginesElsewhere(layout, compute_dtype(config, topology))
+        resharder = build_resharder(
+            receiver, config.resharding, ranks_per_node=ranks_per_node(topology),
+            link=link, adapters=build_adapter_settings(config) is not None,
+        )  # fmt: skip
+        engine, answers = RemoteEngine(link, receiver, resharder), RemoteAnswers(link, run.clock)
+        self.start.ended("vllm")
+        if config.lag.partial_rollouts is not None:
+            windows = RemotePartialSource(
+                run, self.grader, self.prompts, behavior, link=link, engine=engine
+            )
+            return engine, windows, answers
+        return engine, RemoteSource(run, link, engine, self.prompts.training, behavior), answers
+
+    def _start_engine(self, run: RunContext) -> VllmEngine:
+        with self.console.progress("starting vLLM"):
+            hooks = EngineHooks(
+                on_step=self.progress.count,
+                on_memory_released=run.clock.memory.count_without,
+                should_stop=lambda: self.interruption.received is not None,
+            )
+            engine = build_engine(self.config, run.actor.topology, hooks=hooks)
+        self.console.echo(engine.describe_stop())
+        return engine
 
 
 def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLogprobs:
@@ -327,122 +327,6 @@ def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLog
     if config.offline.behavior == "file":
         return BehaviorLogprobs()
     return ModelLogprobs(ReferencePolicy(actor, config.offline.behavior))
-
-
-def _build_source(
-    run: RunContext,
-    grader: Grader,
-    prompts: PromptSets,
-    conversations: ConversationSettings | None,
-    *,
-    start: StartUp,
-    progress: Heartbeat,
-    interruption: Interruption,
-    link: Link | None,
-) -> tuple[RolloutEngine, RolloutSource]:
-    """Build the source of rollouts and its engine: files, partial rollouts, or whole responses."""
-    config = run.config
-    behavior = build_behavior_logprobs(config, run.actor)
-    if link is not None:
-        first, settings = link.trainers, config.rollout
-        layout = EngineLayout(settings.tensor, link.engines, settings.expert_parallel, first)
-        receiver = EnginesElsewhere(layout, compute_dtype(config, run.actor.topology))
-        resharder = build_resharder(
-            receiver, config.resharding, ranks_per_node=_ranks_per_node(run.actor.topology),
-            link=link, adapters=build_adapter_settings(config) is not None,
-        )  # fmt: skip
-        remote = RemoteEngine(link, receiver, resharder)
-        start.ended("vllm")
-        engine = cast(RolloutEngine, remote)
-        if config.lag.partial_rollouts is not None:
-            return engine, RemotePartialSource(run, engine, grader, prompts, behavior, link=link)
-        return engine, RemoteSource(run, link, remote, prompts.training, behavior)
-    if config.offline.rollouts is not None:
-        rollouts = OfflineRollouts.load(config, run.console.echo)
-        start.ended("rollouts")
-        run.actor.sleep()
-        return cast(RolloutEngine, NoEngine()), OfflineSource(run, rollouts, behavior)
-    if not config.has_engine:
-        run.actor.sleep()
-        return cast(RolloutEngine, NoEngine()), DemonstrationSource(run, prompts)
-    _start_verifiers(grader.pool, prompts.asked[0], config)
-    start.ended("verifiers")
-    run.actor.sleep()  # vLLM measures the free memory when it starts
-    engine = _start_engine(run, progress, interruption)
-    start.ended("vllm")
-    if config.sft is not None:
-        return engine, DemonstrationSource(run, prompts)
-    if config.lag.partial_rollouts is not None:
-        return engine, PartialRolloutSource(run, engine, grader, prompts, behavior)
-    return engine, EngineSource(run, engine, grader, prompts, behavior, conversations)
-
-
-def _start_engine(
-    run: RunContext, progress: Heartbeat, interruption: Interruption
-) -> RolloutEngine:
-    console = run.console
-    with console.progress("starting vLLM"):
-        hooks = EngineHooks(
-            on_step=progress.count,
-            on_memory_released=run.clock.memory.count_without,
-            should_stop=lambda: interruption.received is not None,
-        )
-        engine = build_engine(run.config, run.actor.topology, hooks=hooks)
-    console.echo(engine.describe_stop())
-    return engine
-
-
-def _start_verifiers(pool: VerifierPool, prompt: Prompt, config: Config) -> None:
-    """Wait until all workers have loaded the verifier, and try it, before vLLM starts."""
-
-    def start_and_try() -> None:
-        try:
-            pool.start()
-            grade_results = pool.try_on(
-                Item("", prompt.ground_truth, prompt.data_source, prompt.row)
-            )
-        except VerifierError as error:
-            raise ConfigError(f"reward.verifier={pool.name}: {error}") from None
-        if problems := vote_problems(
-            grade_results, config.reward, keep_best=config.trainer.keep_best
-        ):
-            raise ConfigError("\n".join(problems))
-
-    run_on_rank_0(start_and_try, doing="trying the verifier")
-    with sync_errors_across_ranks(doing="starting the verifiers"):
-        pool.start()
-
-
-def build_verifiers(config: Config, topology: Topology, directory: RunDirectory) -> VerifierPool:
-    """Build the verifier pool of this rank; its output goes to the log of the run."""
-    log = Console(is_main_rank=True, log_file=directory.log_file).log
-    return VerifierPool(config.reward, config.workers, cores=cores_of_rank(), echo=log)
-
-
-def build_engine(
-    config: Config,
-    topology: Topology,
-    *,
-    hooks: EngineHooks | None = None,
-    link: Link | None = None,
-) -> VllmEngine:
-    """Start this rank's rollout engine; its weights arrive with the first weight sync."""
-    return VllmEngine(
-        config.model.path,
-        config.rollout,
-        tokenizer=load_tokenizer(config.model.path, **config.tokenizer_options),
-        topology=topology,
-        dtype=compute_dtype(config, topology),
-        max_model_len=config.max_model_tokens,
-        seed=config.seed,
-        partial_rollouts=config.lag.partial_rollouts is not None,
-        routes=config.model.routing_replay == "engine",
-        adapters=build_adapter_settings(config),
-        resharding=config.resharding,
-        ranks_per_node=_ranks_per_node(topology),
-        hooks=hooks,
-        link=link,
-    )
 
 
 def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str | None]:

@@ -1,7 +1,7 @@
 """Saving checkpoints, resuming from them, and those that are kept regardless of age."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +46,7 @@ class CheckpointKeeper:
     config: Config
     directory: RunDirectory
     console: Console
+    _: KW_ONLY
     rank: int
     wait_for_records: Callable[[], None]
     buffer: GroupBuffer

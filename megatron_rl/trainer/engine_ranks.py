@@ -23,7 +23,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sections import LoraSection
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.engine.engine import GenerationStopped
+from megatron_rl.engine.engine import GenerationStopped, WeightSink
 from megatron_rl.engine.remote import share_rollouts
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.resharding.adapted import LocalWeight
@@ -32,7 +32,7 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource
 from megatron_rl.rollouts.remote_source import flatten, generate_window
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.evaluation import EngineAnswers
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,26 @@ class WeightsElsewhere:
 
 def serve(
     link: Link,
+    sink: WeightSink,
     source: EngineSource | PartialRolloutSource,
-    evaluator: Evaluator,
+    answers: EngineAnswers,
     *,
     weights: WeightSource,
     interruption: Interruption,
 ) -> None:
     """Execute orders until the trainers end; raises RunInterrupted if they are interrupted.
 
-    weights: the trainers' layout. interruption: of this rank, which leaves the end to the trainers
-    from the first rollouts on. Collective over the ranks that generate.
+    sink: receives weights. weights: the trainers' layout. interruption: of this rank, which leaves
+    the end to the trainers from the first rollouts on. Collective over the ranks that generate.
     """
-    while (order := link.next_order())[0] != "end":
+    while (order := link.orders.next())[0] != "end":
         if order[0] in ("rollouts", "window"):
             interruption.defer()  # as the trainers have done before
         elif order[0] == "interrupted":
             interruption.ignore_further_signals()
             raise RunInterrupted
         try:
-            _execute(order, link, source, evaluator, weights)
+            _execute(order, link, sink, source, answers, weights)
         except GenerationStopped:  # the order that ends this rank, or an error, comes next
             continue
 
@@ -98,29 +99,30 @@ def actor_topology(config: Config, link: Link, topology: Topology) -> Topology:
 def _execute(
     order: tuple[Any, ...],
     link: Link,
+    sink: WeightSink,
     source: EngineSource | PartialRolloutSource,
-    evaluator: Evaluator,
+    answers: EngineAnswers,
     weights: WeightSource,
 ) -> None:
     kind, *arguments = order
     engine, clock = source.engine, source.run.clock
     match kind:
         case "weights":
-            link.flush()
+            link.values.flush()
             with clock.phase("sync"):
-                engine.sync_weights(weights, version=arguments[0])
+                sink.sync_weights(weights, version=arguments[0])
         case "responses":
             prompts, samples, sampling = arguments
-            link.post(engine.generate(prompts, samples=samples, sampling=sampling))
+            link.values.send(engine.generate(prompts, samples=samples, sampling=sampling))
         case "resume":
             assert isinstance(source, PartialRolloutSource)
-            source.insert(arguments[0], share_rollouts(link.take()))
+            source.insert(arguments[0], share_rollouts(link.values.take()))
         case "window":
             assert isinstance(source, PartialRolloutSource)
             clock.reset()
             with clock.phase("rollout"):
                 filled = [generate_window(source, *arguments)]
-            link.post(flatten(filled, {}, clock))
+            link.values.send(flatten(filled, {}, clock))
         case "drop caches":
             engine.drop_caches()
         case "rollouts":
@@ -128,11 +130,11 @@ def _execute(
             step, parts, spare = arguments
             clock.reset()
             filled = source.fill(parts, spare, step)
-            link.post(flatten(filled, source.pop_costs(), clock))
+            link.values.send(flatten(filled, source.pop_costs(), clock))
         case "evaluate":
             with clock.phase("eval"):
-                rollouts = evaluator.generate(*arguments)
-                evaluator.grader.check(prompts=2)
-            link.post((rollouts, clock.pop_intervals()))
+                rollouts = answers.answer(*arguments)
+                answers.check()
+            link.values.send((rollouts, clock.pop_intervals()))
         case _:
             raise AssertionError(f"order {kind}")

@@ -20,13 +20,14 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import atomic_write_text
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import PhaseClock
-from megatron_rl.trainer.build import (
+from megatron_rl.trainer.build_engines import (
     build_engine,
     build_verifiers,
     collective_timeout,
 )
 from megatron_rl.trainer.evaluation import (
     ConfidenceInterval,
+    EngineAnswers,
     Evaluator,
     SetScores,
     describe_responses,
@@ -80,9 +81,10 @@ def run_evaluation(
         clock = PhaseClock(topology.device)
         recorder = Recorder(config, directory if rank == 0 else None, None, console, clock)
         grader = Grader(pool, topology)
-        evaluator = Evaluator(config, engine, grader, sets, recorder, console, conversations)
+        given = EngineAnswers(config, engine, grader, sets, console, conversations)
+        evaluator = Evaluator(config, given, sets, recorder, console)
         answers = {name: evaluator.answer(name, 0) for name in sets}
-        grader.check(prompts=2)
+        given.check()
         recorder.wait()
     if rank == 0:
         scores = {name: evaluator.score(rollouts) for name, rollouts in answers.items()}

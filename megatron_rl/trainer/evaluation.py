@@ -15,19 +15,21 @@ with equal weights.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.config import Config
+from megatron_rl.distributed.link import Link
 from megatron_rl.engine.engine import ConversationSettings, RolloutEngine
-from megatron_rl.engine.remote import RemoteEngine, share_rollouts
+from megatron_rl.engine.remote import share_rollouts
 from megatron_rl.rewards.verifier import FAILED, TIME_LIMIT
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.telemetry.console import Console
+from megatron_rl.telemetry.metrics import PhaseClock
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import GradeResult, Prompt, Rollout, SamplingSettings
 
@@ -130,9 +132,25 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+class SetAnswers(Protocol):
+    """Graded responses to evaluation sets, by engines here or on other ranks."""
+
+    def start(self, names: Iterable[str], step: int) -> None:
+        """Let engines on ranks of their own begin; their `answer` follows in the same order."""
+        ...
+
+    def answer(self, name: str, step: int) -> list[Rollout]:
+        """Return the graded responses to a set, problem after problem. Collective."""
+        ...
+
+    def check(self) -> None:
+        """Raise an error if no response of the last sets could be graded. Collective."""
+        ...
+
+
 @dataclass
-class Evaluator:
-    """Evaluates the engine's present weights on every configured set.
+class EngineAnswers:
+    """Answers of an engine on this rank.
 
     The sampling seed does not depend on the step, so that two evaluations differ by the weights
     alone.
@@ -142,9 +160,88 @@ class Evaluator:
     engine: RolloutEngine
     grader: Grader
     sets: Mapping[str, Sequence[Prompt]]
-    recorder: Recorder
     console: Console
     conversations: ConversationSettings | None = None  # None: one turn
+
+    def start(self, names: Iterable[str], step: int) -> None:
+        """Do nothing: `answer` generates."""
+
+    def answer(self, name: str, step: int) -> list[Rollout]:
+        if self.conversations is not None:
+            self.conversations.record(f"eval_{step:06d}")
+        settings, prompts = self.config.eval, self.sets[name]
+        samples = samples_of(self.config)
+        with self.console.progress(f"eval {name}") as advance:
+            responses = self.engine.generate(
+                prompts,
+                samples=samples,
+                sampling=SamplingSettings(
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    max_tokens=self.config.rollout.max_response_tokens,
+                    seed=derive_seed(self.config.seed, "eval", name),
+                ),
+                on_progress=advance,
+                on_response=self.grader.begin(prompts, samples=samples),
+                on_all_ranks=False,
+                conversations=self.conversations,
+            )
+        return self.grader.finish(prompts, responses)
+
+    def check(self) -> None:
+        self.grader.check(prompts=2)
+
+
+@dataclass
+class RemoteAnswers:
+    """Answers of engines on other ranks, which also grade. clock: receives their intervals."""
+
+    link: Link
+    clock: PhaseClock
+
+    def start(self, names: Iterable[str], step: int) -> None:
+        for name in names:
+            self.link.orders.send("evaluate", name, step)
+
+    def answer(self, name: str, step: int) -> list[Rollout]:
+        """Wait for the rollouts of the next set in the order of `start`. Collective.
+
+        Only the first trainer has their tokens.
+        """
+        rollouts, intervals = self.link.values.take() or (None, [])
+        self.clock.of_engines += intervals
+        return share_rollouts(rollouts)
+
+    def check(self) -> None:
+        """Do nothing: the ranks that grade raise."""
+
+
+class NoAnswers:
+    """Answers of a run without engines and evaluation sets."""
+
+    def start(self, names: Iterable[str], step: int) -> None: ...
+
+    def answer(self, name: str, step: int) -> list[Rollout]:
+        raise AssertionError(f"no engine answers {name}")
+
+    def check(self) -> None: ...
+
+
+def samples_of(config: Config) -> int:
+    """Return the responses to each problem: one if greedy, as all would be the same."""
+    return 1 if config.eval.temperature == 0 else config.eval.samples
+
+
+@dataclass
+class Evaluator:
+    """Evaluates the engine's present weights on every configured set. sets: their names."""
+
+    config: Config
+    answers: SetAnswers
+    sets: Collection[str]
+    recorder: Recorder
+    console: Console
+    _started: int = -1  # step whose evaluation was started last
 
     def is_due(self, step: int) -> bool:
         """True every `eval.every` steps and after the last one."""
@@ -156,11 +253,13 @@ class Evaluator:
 
     def start_if_due(self, step: int) -> None:
         """Let engines on ranks of their own begin with an evaluation that is due."""
+        if self.is_due(step):
+            self._start(step)
 
-    @property
-    def samples(self) -> int:
-        """Responses to each problem: one if greedy, as all would be the same."""
-        return 1 if self.config.eval.temperature == 0 else self.config.eval.samples
+    def _start(self, step: int) -> None:
+        if self._started != step:
+            self.answers.start(self.sets, step)
+            self._started = step
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate every set; return its scores (`trainer/evaluation.py`) and their macro means.
@@ -168,6 +267,7 @@ class Evaluator:
         `eval/<set>/avg@k` and so on, in [0, 1], nan if there is no such score; also the fractions
         of `describe_responses` and the mean response length.
         """
+        self._start(step)
         metrics: dict[str, float] = {}
         by_name: dict[str, list[float]] = {}
         for name in self.sets:
@@ -184,8 +284,8 @@ class Evaluator:
                     f"{described[TIME_LIMIT_KEY]:.2%}, verifier failed {described[FAILED_KEY]:.2%})"
                     " and count as wrong"
                 )
-        if self.engine.shares_devices:  # else the ranks that grade do this
-            self.grader.check(prompts=2)
+        self._started = -1
+        self.answers.check()
         metrics |= {
             f"eval_macro/{score}": sum(values) / len(values) for score, values in by_name.items()
         }
@@ -199,71 +299,15 @@ class Evaluator:
 
     def score(self, rollouts: Sequence[Rollout]) -> SetScores:
         """The scores of a set's rollouts."""
-        return score_set([rollout.grade_result for rollout in rollouts], samples=self.samples)
+        return score_set(
+            [rollout.grade_result for rollout in rollouts], samples=samples_of(self.config)
+        )
 
     def answer(self, name: str, step: int) -> list[Rollout]:
-        """Generate, grade and record responses to a set, problem after problem."""
-        rollouts = self.generate(name, step)
+        """Record and return the responses to a set, problem after problem."""
+        rollouts = self.answers.answer(name, step)
         self.recorder.record_evaluation(name, step, rollouts)
         return rollouts
-
-    def generate(self, name: str, step: int) -> list[Rollout]:
-        """Generate and grade responses to a set."""
-        if self.conversations is not None:
-            self.conversations.record(f"eval_{step:06d}")
-        settings, prompts = self.config.eval, self.sets[name]
-        with self.console.progress(f"eval {name}") as advance:
-            responses = self.engine.generate(
-                prompts,
-                samples=self.samples,
-                sampling=SamplingSettings(
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    max_tokens=self.config.rollout.max_response_tokens,
-                    seed=derive_seed(self.config.seed, "eval", name),
-                ),
-                on_progress=advance,
-                on_response=self.grader.begin(prompts, samples=self.samples),
-                on_all_ranks=False,
-                conversations=self.conversations,
-            )
-        return self.grader.finish(prompts, responses)
-
-
-@dataclass
-class RemoteEvaluator(Evaluator):
-    """Evaluates on engines of other ranks, which also grade."""
-
-    _is_started: bool = False
-
-    @property
-    def remote(self) -> RemoteEngine:
-        """The engine, which is one of other ranks."""
-        return cast(RemoteEngine, self.engine)
-
-    def start_if_due(self, step: int) -> None:
-        if self.is_due(step):
-            self._start(step)
-
-    def _start(self, step: int) -> None:
-        for name in self.sets:
-            self.remote.link.order("evaluate", name, step)
-        self._is_started = True
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        if not self._is_started:  # before the first step
-            self._start(step)
-        self._is_started = False
-        return super().evaluate(step)
-
-    def generate(self, name: str, step: int) -> list[Rollout]:
-        """Wait for the rollouts of the next set in the order of `evaluate` orders. Collective.
-
-        Only the first trainer has their tokens.
-        """
-        rollouts, intervals = self.remote.link.take() or (None, [])
-        self.recorder.clock.of_engines += intervals
-        return share_rollouts(rollouts)
 
 
 TIME_LIMIT_KEY, FAILED_KEY = "time_limit_fraction", "failed_fraction"

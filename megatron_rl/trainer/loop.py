@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from megatron_rl.actor.reference import References
 from megatron_rl.actor.training import StopRule
-from megatron_rl.config.config import reason_routes_unrecorded
+from megatron_rl.config.combinations import reason_routes_unrecorded
 from megatron_rl.distributed.agreement import sync_errors_across_ranks
-from megatron_rl.engine.engine import GenerationStopped, RolloutEngine
+from megatron_rl.engine.engine import GenerationStopped, WeightSink
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -75,7 +75,7 @@ class Trainer:
     """The training loop of a run; every rank has one and runs the same program."""
 
     run: RunContext
-    engine: RolloutEngine
+    engine: WeightSink
     source: RolloutSource
     selector: BatchSelector
     evaluator: Evaluator

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.actor.trial import update_at_rate_0
 from megatron_rl.distributed.agreement import sum_over_ranks
-from megatron_rl.engine.engine import RolloutEngine
+from megatron_rl.engine.engine import WeightSink
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RolloutSource, RunContext
 
@@ -30,7 +30,7 @@ class SelfTests:
     """
 
     run: RunContext
-    engine: RolloutEngine
+    engine: WeightSink
     source: RolloutSource
     _passed: list[str] = field(default_factory=list)  # of the present step
     _untried: dict[str, str] = field(default_factory=dict)  # why the others could not be compared

@@ -97,8 +97,8 @@ def open_elsewhere(
     Yields the config whose chat template shows the environment's tools; the engines alone have the
     settings of conversations.
     """
-    link.order("start", config)
-    yield gather_from_ranks(link.take())[0], None
+    link.orders.send("start", config)
+    yield gather_from_ranks(link.values.take())[0], None
 
 
 def choose_verifier(

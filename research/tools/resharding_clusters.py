@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from megatron_rl.models.shape import ExpertShape, ModelShape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.push_schedule import Turn, plan_for_rank, schedule
+from megatron_rl.resharding.push_schedule import SenderTurn, plan_for_rank, schedule
 from research.tools.resharding import count_parameters, make_shape
 
 BUCKET = 64 << 20
@@ -99,7 +99,7 @@ class _Traffic:
         _, steps = schedule(
             shape, source, destination, wire_elements=BUCKET // 2, ranks_per_node=node
         )
-        turns: dict[int, Turn] = {}
+        turns: dict[int, SenderTurn] = {}
         sizes: dict[int, int] = defaultdict(int)  # elements that take the same routes
         for part in (part for step, _ in steps for part in step.parts()):
             turns[id(part.turn)] = part.turn

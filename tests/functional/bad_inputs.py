@@ -433,6 +433,11 @@ SETTINGS = [
          append("algorithm: {adv_estimator: grpo}")),
     Case("an option of TRL", ("'--beta=0.1'; for TRL's beta set objective.kl.coefficient",),
          ("train", "run.yaml", "--beta=0.1"), status=2),
+    Case("a GGUF file that is none", ("model.path: ", "m.gguf does not start as a GGUF file does",
+         "download it again"), ("model.path=m.gguf",), write("m.gguf", "Not found")),
+    Case("a folder with two GGUF files", ("model.path: ", "has 2 GGUF files and no config.json: ",
+         "give the path of one"), ("model.path=.",),
+         lambda folder: [(folder / name).write_text("GGUF") for name in ("a.gguf", "b.gguf")]),
     Case("a variable that is not set", ("model.path='${NOWHERE_SET}/m': the environment variable "
          "NOWHERE_SET is not set or empty; export it",), ("model.path=${NOWHERE_SET}/m",)),
     Case("rollouts as texts without a chat template", ("model.path: ", "no chat template",
@@ -595,8 +600,8 @@ ENVIRONMENTS = [
     Case("RL settings with sft", ("objective.name=grpo: has no meaning with sft", "unset",
          "rollout.responses_per_prompt=8", "lag: has no meaning"),
          ("sft={}", "objective.name=grpo", "rollout.responses_per_prompt=8", "lag.batches=1")),
-    Case("a temperature with sft", ("rollout.temperature needs responses that an engine generates, "
-         "but sft gives them; unset one",),
+    Case("a temperature with sft", ("sft cannot be combined with rollout.temperature=0.5",
+         "at a temperature of 1; unset one"),
          ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1",
           "rollout.temperature=0.5")),
     Case("an advantage over one response", ("rollout.responses_per_prompt=1: must be at least 2",

@@ -10,7 +10,7 @@ from megatron_rl.actor import groups
 from megatron_rl.config import load_config
 from megatron_rl.engine.engine import EngineHooks
 from megatron_rl.runtime.interruption import RunInterrupted
-from megatron_rl.trainer import build
+from megatron_rl.trainer import build, build_engines
 from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.recorder import Recorder
 from tests.functional.tiny_runs import ROOT
@@ -105,7 +105,7 @@ def kill(keeper, actor):
 def main(folder):
     made = {}
     initialise, build_engine = groups.initialise, build.build_engine
-    build_pool = build.VerifierPool
+    build_pool = build_engines.VerifierPool
 
     def build_once(config, topology, *, hooks=None):
         engine = made.setdefault("engine", None) or build_engine(config, topology)
@@ -122,7 +122,7 @@ def main(folder):
         return nullcontext(made["pool"])
 
     groups.initialise, build.build_engine = initialise_once, build_once
-    build.VerifierPool = start_pool_once
+    build_engines.VerifierPool = start_pool_once
     Recorder.draw = lambda recorder: None
     disturbed = {
         "split_asked": {

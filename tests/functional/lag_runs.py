@@ -20,7 +20,7 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.trainer import build
+from megatron_rl.trainer import build, build_engines
 from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.loop import Trainer
 from megatron_rl.trainer.recorder import Recorder
@@ -83,7 +83,7 @@ class SharedParts:
     def __init__(self):
         self.made = {}
         self._groups, self._engine = groups.initialise, build.build_engine
-        self._pool = build.VerifierPool
+        self._pool = build_engines.VerifierPool
 
     def pool(self, reward, workers, **settings):
         if "pool" not in self.made:
@@ -330,7 +330,7 @@ def in_flight_by_hand(folder, shared):
 def main(folder):
     shared = SharedParts()
     groups.initialise, build.build_engine = shared.initialise, shared.build_engine
-    build.VerifierPool = shared.pool
+    build_engines.VerifierPool = shared.pool
     Recorder.draw = lambda recorder: None
     make_critic(folder / "critic_model")
     for name, overrides in RUNS.items():

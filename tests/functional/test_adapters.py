@@ -63,7 +63,7 @@ class Source:
 def start(rank, world_size, folder):
     from megatron_rl.config.sections import LoraSection, RolloutSection
     from megatron_rl.engine.adapters import AdapterSettings
-    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.engine.vllm_engine import EngineUse, VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from tests.cut_shards import topology_of
 
@@ -72,8 +72,7 @@ def start(rank, world_size, folder):
     engine = VllmEngine(
         folder, RolloutSection(tensor=world_size, kv_cache_mib=8),
         topology=topology_of(layout, rank=rank), dtype=torch.float32,
-        max_model_len=64, partial_rollouts=True,
-        adapters=AdapterSettings(lora, versions=2),
+        max_model_len=64, use=EngineUse(partial_rollouts=True, adapters=AdapterSettings(lora, 2)),
     )  # fmt: skip
     return engine, [Source(folder, engine, layout, rank, version) for version in range(4)]
 

@@ -144,7 +144,7 @@ def _push(rank, world_size, folder):
     from megatron_rl.actor.weights import HfReader
     from megatron_rl.config.sections import RolloutSection
     from megatron_rl.data.tokenizer import load_tokenizer
-    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.engine.vllm_engine import EngineUse, VllmEngine
     from megatron_rl.models.stored_tensors import view_stored
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.trainer.evaluate_model import _read_weights
@@ -160,7 +160,7 @@ def _push(rank, world_size, folder):
         topology=topology_of(layout, rank=rank),
         dtype=torch.float32,
         max_model_len=64,
-        partial_rollouts=is_published,
+        use=EngineUse(partial_rollouts=is_published),
     )
     tensors = load_file(f"{folder}/model.safetensors")
 

@@ -74,7 +74,7 @@ def _generate(rank, world_size, folder):
 
     from megatron_rl.config.sections import RolloutSection
     from megatron_rl.data.token_rows import fetch_responses, is_local
-    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.engine.vllm_engine import EngineUse, VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.types import Prompt, SamplingSettings
     from tests.cut_shards import cut_shards, topology_of
@@ -82,7 +82,8 @@ def _generate(rank, world_size, folder):
     layout = ActorLayout(tensor=1, pipeline=world_size)
     engine = VllmEngine(
         folder, RolloutSection(kv_cache_mib=8, max_num_seqs=3),
-        topology=topology_of(layout, rank=rank), dtype=torch.float32, max_model_len=64, routes=True,
+        topology=topology_of(layout, rank=rank), dtype=torch.float32, max_model_len=64,
+        use=EngineUse(routes=True),
     )  # fmt: skip
     tensors = load_file(f"{folder}/model.safetensors")
     engine.sync_weights(

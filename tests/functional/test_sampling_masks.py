@@ -71,7 +71,7 @@ def _generate(rank, world_size, folder, tensor, windows):
     from megatron_rl.config.sections import RolloutSection
     from megatron_rl.data.token_rows import fetch_responses, is_local
     from megatron_rl.engine.engine import RolloutWindow
-    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.engine.vllm_engine import EngineUse, VllmEngine
     from megatron_rl.resharding.layouts import ActorLayout
     from megatron_rl.types import Prompt, SamplingSettings
     from tests.cut_shards import cut_shards, topology_of
@@ -82,7 +82,7 @@ def _generate(rank, world_size, folder, tensor, windows):
     )
     engine = VllmEngine(
         folder, settings, topology=topology_of(layout, rank=rank), dtype=torch.float32,
-        max_model_len=64, partial_rollouts=windows,
+        max_model_len=64, use=EngineUse(partial_rollouts=windows),
     )  # fmt: skip
     tensors = load_file(f"{folder}/model.safetensors")
     engine.sync_weights(

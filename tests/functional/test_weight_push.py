@@ -70,7 +70,7 @@ def _actor(folder, sizes, **experts):
 
 def _engine(folder, tensor, topology):
     from megatron_rl.config.sections import ReshardingSection, RolloutSection
-    from megatron_rl.engine.vllm_engine import VllmEngine
+    from megatron_rl.engine.vllm_engine import SyncSettings, VllmEngine
 
     engine = VllmEngine(
         folder,
@@ -78,7 +78,7 @@ def _engine(folder, tensor, topology):
         topology=topology,
         dtype=torch.float32,
         max_model_len=64,
-        resharding=ReshardingSection(bucket_mib=1 / 16),
+        sync=SyncSettings(ReshardingSection(bucket_mib=1 / 16)),
     )
     engine._resharder.full_check_every = 1
     return engine

@@ -17,6 +17,7 @@ from megatron_rl.config import (
     valid_keys,
     with_absolute_paths,
 )
+from megatron_rl.config.combinations import FEATURES, combination_problems
 from megatron_rl.config.other_trainers import answer_command, unknown_keys
 from megatron_rl.config.other_trainers_keys import NONE, TRL, VERL
 
@@ -86,16 +87,6 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         ),
         (
             MINIMAL,
-            ["rollout.top_k=9", "objective={name: grpo, kl: {coefficient: 1, estimator: jsd}}"],
-            "rollout.top_k=9 cannot be combined with a divergence over the whole vocabulary",
-        ),
-        (
-            MINIMAL,
-            ["rollout.top_k=9", "offline.rollouts=x"],
-            "rollout.top_k needs responses that an engine generates, but offline.rollouts gives",
-        ),
-        (
-            MINIMAL,
             ["advantage.estimator=leave_one_out", "advantage.std=none"],
             "advantage.std=none: no effect with advantage.estimator=leave_one_out, which divides",
         ),
@@ -131,23 +122,8 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (MINIMAL, ["lag.partial_rollouts={every_tokens: 8, cache: drop}"], "cache: recompute}"),
         (
             MINIMAL,
-            ["behavior=engine", "lag.partial_rollouts=8", "lag.sync_weights_every=2"],
-            "lag.sync_weights_every cannot be combined with lag.partial_rollouts: both set when",
-        ),
-        (
-            MINIMAL,
-            ["behavior=engine", "lag.partial_rollouts=8", "rollout.stop=[x]"],
-            "rollout.stop cannot be combined with lag.partial_rollouts: a stop string may span a",
-        ),
-        (
-            MINIMAL,
             ["eval.sets={a: b}", "eval.every=5", "lag.sync_weights_every=2"],
             "eval.every=5: the engine gets the current weights only every lag.sync_weights_every=2",
-        ),
-        (
-            MINIMAL,
-            ["parallel.engine_ranks=2", "offline.rollouts=a"],
-            "parallel.engine_ranks needs responses that an engine generates, but offline.rollouts",
         ),
         (MINIMAL, ["replay={fresh: 0.001, capacity: 9}"], "rounds to no groups or to all of them"),
         (
@@ -158,50 +134,12 @@ def test_all_errors_are_reported_together_with_nearest_key(tmp_path):
         (MINIMAL, ["lora.rank=8"], "lora needs a learning rate of its own"),
         (MINIMAL, ["lora.dropout=0.1"], "lora.dropout=0.1: must be 0: the same weights must give"),
         (MINIMAL, ["lora.targets=[qkv, qkv]"], "lists a linear twice"),
-        (
-            MINIMAL,
-            ["lora.rank=8", "optimizer.learning_rate=1e-4", "model.fp8=tensorwise"],
-            "model.fp8=tensorwise cannot be combined with lora",
-        ),
         (MINIMAL, ["lag.batches=1", "lag.policy=a:B"], "policy=a:B and batches=1 both set the lag"),
         (MINIMAL, ["lag.settings={low: 0}"], "settings are those of lag.policy, which is not set"),
         (
             MINIMAL,
-            ["model.routing_replay=engine", "environment={name: 'a:b', max_context_tokens: 99}"],
-            "model.routing_replay=engine cannot be combined with environment.name=a:b",
-        ),
-        (
-            MINIMAL,
-            ["model.routing_replay=engine", "lag.batches=1"],
-            "model.routing_replay=engine cannot be combined with lag.batches=1: routes are",
-        ),
-        *(
-            (
-                MINIMAL,
-                ["model.routing_replay=behavior", *settings],
-                f"model.routing_replay=behavior cannot be combined with {named}: routes are",
-            )
-            for named, *settings in (
-                ["behavior=engine", "behavior=engine"],
-                ["lag.batches=1", "lag.batches=1"],
-                ["lag.sync_weights_every=2", "lag.sync_weights_every=2"],
-                ["replay.fresh=0.5", "replay.fresh=0.5", "replay.capacity=2"],
-                [
-                    "lag.partial_rollouts",
-                    "lag.partial_rollouts={every_tokens: 8, cache: recompute}",
-                ],
-                ["offline.rollouts", "offline.rollouts=a"],
-            )
-        ),
-        (
-            MINIMAL,
             ["data.epochs=2", "trainer.steps=150"],  # also if it is the default
             "data.epochs=2 and trainer.steps=150 both set the length of the run; remove",
-        ),
-        (
-            MINIMAL,
-            ["data.epochs=2", "offline.rollouts=a"],
-            "data.epochs=2: no effect with offline.rollouts, which reads no prompts; unset one",
         ),
         (
             MINIMAL,
@@ -559,7 +497,7 @@ def test_page_has_the_settings_that_errors_name(title, table):
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
     ours = {key: here for key, _, here, _, _ in cells}
     known = {key: "none" if here.startswith(NONE) else here for key, here in table.items()}
-    assert len(ours) > 15 and ours.items() <= known.items()  # those that differ
+    assert len(ours) > 10 and ours.items() <= known.items()  # those that differ
     values = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "lora": {},
                            "optimizer": {"learning_rate": 1e-4}}).model_dump()  # fmt: skip
     values["optimizer"]["learning_rate"] = 1e-6  # the default; with lora it has to be changed
@@ -627,3 +565,28 @@ def test_settings_named_for_others_exist():
         ):
             is_theirs = key in VERL  # in a formula
             assert key in valid_keys(Config) or key.startswith(free) or is_theirs, (theirs, key)
+
+
+PAIRS = [(name, other) for name, one in FEATURES.items() for other in one.refuses]
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_features_that_exclude_each_other_are_refused(tmp_path, name, other):
+    """One error names both settings and the reason; each of the two alone is accepted."""
+    file, refused = write(tmp_path, MINIMAL), FEATURES[name].refuses[other]
+    both = [*FEATURES[name].example, *FEATURES[other].example]
+    with pytest.raises(ConfigError) as error:
+        load_config(file, both)
+    keys = (FEATURES[name].key.split(".")[0], FEATURES[other].key.split(".")[0])
+    assert any(
+        refused in line and "unset one of them" in line and all(key in line for key in keys)
+        for line in str(error.value).splitlines()
+    )
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_alone_is_on_and_no_other_is_in_its_way(tmp_path, name):
+    assert not FEATURES[name].setting(load_config(write(tmp_path, MINIMAL)))
+    config = load_config(write(tmp_path, MINIMAL), FEATURES[name].example)
+    assert FEATURES[name].key.split(".")[0] in FEATURES[name].setting(config)
+    assert not combination_problems(config)

@@ -33,11 +33,17 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     default = f"Default: all; without a budget not {' and '.join(LONG)}."
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="ROW", help=default)
+    parser.add_argument("--list", action="store_true", help="Print what each row checks.")
     parser.add_argument("--budget", type=parse_budget, help="Seconds, or 90s, 25m, 1h.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
     parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # set in a family's process
     arguments = parser.parse_args()
+    if arguments.list:
+        for row in ORDER:
+            when = " (with --budget or --only)" if row.name in LONG else ""
+            print(f"{row.name:<19} {(row.check.__doc__ or '').splitlines()[0]}{when}")
+        return
     names = arguments.only or [n for n in NAMES if arguments.budget or n not in LONG]
     if arguments.here:
         _run_here(names, arguments.here)

@@ -178,7 +178,7 @@ def plan_launch(
 ) -> Launch:
     """Plan a launch; ConfigError lists all its problems.
 
-    offline: do not check files of the cluster; `unchecked` lists them.
+    offline: skip checks of files of the cluster, which `LaunchPlan.unchecked` then lists.
     """
     given = load_config(config_file, overrides)
     config = _complete(given, name=given.run.name or name)

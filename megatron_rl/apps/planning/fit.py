@@ -60,7 +60,7 @@ class DoesNotFitError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPhase:
     """Memory that is needed at the same time, in bytes."""
 
     name: str
@@ -95,7 +95,7 @@ class Moment:
 
 def moments(
     config: Config, dry_run: DryRun, device_bytes: int | None, host_bytes: int | None = None
-) -> list[Moment]:
+) -> list[MemoryPhase]:
     """Return training, push and generating on one rank's device, and the engine in its share.
 
     Without `device_bytes`, returns only the first two, which do not depend on the device's size.
@@ -125,10 +125,10 @@ def moments(
         "the rest of the engine": ENGINE_ASLEEP,
         "reserve": RESERVE,
     }
-    first = [Moment(TRAINING, device_bytes, training), Moment(PUSH, device_bytes, push)]
+    first = [MemoryPhase(TRAINING, device_bytes, training), MemoryPhase(PUSH, device_bytes, push)]
     if not is_shared:
         parts = {"the actor": sum(dry_run.states.values()), **buckets, "reserve": RESERVE}
-        first.append(Moment(SENDING, device_bytes, parts))
+        first.append(MemoryPhase(SENDING, device_bytes, parts))
     if device_bytes is None:
         return first
     fraction = config.rollout.gpu_memory_utilization
@@ -147,9 +147,9 @@ def moments(
     }
     return [
         *first,
-        Moment(GENERATING, device_bytes, generating),
-        Moment(ENGINE, share, engine),
-        *([] if host_bytes is None else [Moment(HOST, host_bytes, on_host)]),
+        MemoryPhase(GENERATING, device_bytes, generating),
+        MemoryPhase(ENGINE, share, engine),
+        *([] if host_bytes is None else [MemoryPhase(HOST, host_bytes, on_host)]),
     ]
 
 
@@ -231,14 +231,14 @@ def prepared_bytes(config: Config, dry_run: DryRun) -> int:
     return math.ceil(missing * (PREPARED + routes))
 
 
-def describe_moments(moments: list[Moment]) -> str:
+def describe_phases(moments: list[MemoryPhase]) -> str:
     """Format one row per moment: its needed memory and its parts."""
     width = max(len(moment.amount) for moment in moments)
     rows = [f"  {each.name:<20}{each.amount:>{width}}   {each.items}" for each in moments]
     return "\n".join(["  memory needed at the same time on the device", *rows])
 
 
-def summarize_fit(moments: list[Moment]) -> str:
+def summarize_fit(moments: list[MemoryPhase]) -> str:
     """Format one line: the moment of all ranks that needs the most memory, and whether it fits."""
     worst = max(moments, key=lambda each: each.needed / (each.room or 1))
     if worst.room is None:
@@ -374,7 +374,7 @@ def find_lacking(
     host_bytes: int | None = None,
     progress: Progress = _silent,
     done: dict[tuple[str, int, int], DryRun] | None = None,
-) -> tuple[list[Moment], list[DryRun]]:
+) -> tuple[list[MemoryPhase], list[DryRun]]:
     """Return the moments that do not fit, largest excess first, and the dry runs.
 
     Runs the first rank of the first, the middle and the last pipeline stage, unless `done` has
@@ -439,11 +439,11 @@ def check_fit(
 def _suggestions(
     config: Config,
     changes: dict[str, Any],
-    lacking: list[Moment],
-    find: partial[tuple[list[Moment], list[DryRun]]],
+    lacking: list[MemoryPhase],
+    find: partial[tuple[list[MemoryPhase], list[DryRun]]],
     progress: Progress,
 ) -> Iterator[dict[str, Any]]:
-    """Yield changes with which everything fits, found by fixing one moment after the other."""
+    """Yield config changes that fit in memory, one phase (train, push, generate) at a time."""
     if not lacking:
         yield changes
         return
@@ -458,7 +458,7 @@ def _suggestions(
             yield from _suggestions(changed, changes | further, left, find, progress)
 
 
-def candidates(config: Config, moment: Moment, *, processes: int) -> Iterator[dict[str, Any]]:
+def candidates(config: Config, moment: MemoryPhase, *, processes: int) -> Iterator[dict[str, Any]]:
     """Yield changes to try, those that cost the least speed first."""
     if moment.name == HOST:  # ranks share the states of one model, however it is sharded
         return

@@ -293,7 +293,7 @@ class Engine:
 
     @property
     def state_tokens(self) -> float:
-        """States of one sequence in gated delta nets, whatever its length, as cached tokens."""
+        """Number of cached tokens that need as much memory as one sequence's delta-net states."""
         return self.sizes.states / self.token_bytes
 
     @property

@@ -206,7 +206,7 @@ class Probe:
 
 @lru_cache(maxsize=32)
 def layer_pattern(shape: ModelShape) -> tuple[int, int]:
-    """Return the number of dense layers below others, and the period of the kinds of layers."""
+    """Return the number of dense layers below the sparse ones, and the period of layer kinds."""
     first = shape.experts.first_layer if shape.experts else 0
     windows = shape.local_layers.flags(shape.num_layers) if shape.local_layers else None
     nets = shape.delta.layers if shape.delta else ()
@@ -415,7 +415,7 @@ class Planner:
     engine_share: float = MAX_ENGINE_SHARE  # maximum part of the device's memory
 
     def evaluate(self, layout: Layout, dry_runs: DryRuns) -> Option | Rejection:
-        """Return memory and seconds, without those of the push; or the reason why it cannot be."""
+        """Return memory and seconds without the push, or the reason why the layout cannot run."""
         stages, replicas = self.stages(layout, dry_runs)
         packs = self.packs(layout)
         memory = self.memory(layout, stages, replicas)

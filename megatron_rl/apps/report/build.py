@@ -85,7 +85,7 @@ MAX_LISTED = 3  # values of several runs that are listed
 
 
 def describe_runs(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """List name, distinct values and number of further ones of what identifies these runs."""
+    """List each setting that identifies these runs: name, values, and number of further values."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, value in _describe(run).items():

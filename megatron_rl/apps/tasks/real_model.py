@@ -4,14 +4,17 @@ The model is SmolLM2-135M-Instruct (Apache-2.0), as the GGUF file in the package
 the Python package index. The questions are sums, differences and products in symbols and in words,
 such as `Tom has 18 apples and gets 34 more. How many apples does Tom have now?`; this program
 computes the answers. Questions are distinct, and the held-out ones are not in the training set.
+With reasoning-gym there is a second task, its `chain_sum` of two or three digits.
 
-The output folder contains the file, `train.jsonl` and `heldout.jsonl`. A second call does nothing.
+The output folder contains the file, `train.jsonl` and `heldout.jsonl`, and `chain_sum.jsonl` and
+`chain_sum_heldout.jsonl`. A second call writes the same.
 
     python -m megatron_rl.apps.tasks.real_model --output .cache/real_model
 """
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import random
 import subprocess
@@ -46,10 +49,14 @@ class Question(NamedTuple):
 
 
 def draw_question(generator: random.Random) -> Question:
-    """Draw a question: numbers have two digits, and the factors of products one."""
+    """Draw a question: the first number has up to two digits, the second often one.
+
+    Factors of products have one. Differences of two numbers of two digits alone would be too hard:
+    the model answers none of them at first, and learns from none.
+    """
     kind = generator.choice(("sum", "difference", "product"))
-    limit = 9 if kind == "product" else 49
-    a, b = (generator.randint(2, limit) for _ in range(2))
+    a = generator.randint(2, 9 if kind == "product" else 49)
+    b = generator.randint(2, 49 if kind != "product" and generator.random() < 0.5 else 9)
     if kind == "difference":
         a, b = max(a, b), min(a, b)
     answer = {"sum": a + b, "difference": a - b, "product": a * b}[kind]
@@ -76,10 +83,22 @@ def draw_questions(count: int, *, seed: int = SEED) -> list[Question]:
     return list(questions.values())
 
 
-def write_questions(folder: Path) -> None:
-    """Write `train.jsonl` and `heldout.jsonl`."""
-    questions = draw_questions(HELDOUT + TRAIN)
-    for name, part in {"heldout": questions[:HELDOUT], "train": questions[HELDOUT:]}.items():
+def draw_chain_sums(count: int, *, seed: int = SEED) -> list[Question]:
+    """Draw problems of reasoning-gym's `chain_sum` with distinct texts, at most `count`."""
+    import reasoning_gym
+
+    problems = reasoning_gym.create_dataset(
+        "chain_sum", seed=seed, size=4 * count, min_terms=2, max_terms=3, min_digits=1, max_digits=1
+    )
+    answers = {one["question"]: int(one["answer"]) for one in problems}
+    questions = [Question(text + ASK, answer, "chain_sum") for text, answer in answers.items()]
+    return questions[:count]
+
+
+def write_questions(folder: Path, questions: list[Question], *, prefix: str = "") -> None:
+    """Write the first questions as the held-out set, and the others as the training set."""
+    names = (f"{prefix}_heldout", prefix) if prefix else ("heldout", "train")
+    for name, part in zip(names, (questions[:HELDOUT], questions[HELDOUT:]), strict=True):
         lines = [
             json.dumps({"question": one.text, "answer": str(one.answer), "kind": one.kind}) + "\n"
             for one in part
@@ -148,7 +167,9 @@ def _check_content(file: Path, name: str) -> None:
 def make(folder: Path, *, echo: Callable[[str], object] = print) -> None:
     """Fetch the model and write the questions."""
     fetch_model(folder, echo=echo)
-    write_questions(folder)
+    write_questions(folder, draw_questions(HELDOUT + TRAIN))
+    if importlib.util.find_spec("reasoning_gym"):
+        write_questions(folder, draw_chain_sums(HELDOUT + TRAIN), prefix="chain_sum")
     echo(f"{MODEL}, {TRAIN} questions and {HELDOUT} held-out ones are in {folder}")
 
 

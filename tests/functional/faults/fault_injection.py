@@ -252,10 +252,10 @@ def compute_nonsense_and_stop(*, is_mine):
 
 def damage_a_push(*, is_mine):
     """One bit changes on its way to engines on ranks of their own, in the second weight sync."""
-    from megatron_rl.distributed.link import Link
+    from megatron_rl.distributed.link import WeightMessages
     from megatron_rl.resharding.push import Resharder
 
-    start, push, calls = Link.start, Resharder.push, [0]
+    start, push, calls = WeightMessages.start, Resharder.push, [0]
 
     def counted_push(self, *arguments, **settings):
         calls[0] += 1
@@ -268,7 +268,7 @@ def damage_a_push(*, is_mine):
         return start(self, sends=sends, receives=receives)
 
     if is_mine:
-        Resharder.push, Link.start = counted_push, damaged_start
+        Resharder.push, WeightMessages.start = counted_push, damaged_start
 
 
 def run_out_of_memory(*, is_mine, call=100):

@@ -10,7 +10,7 @@ from megatron_rl.engine.engine_arguments import (
     cpu_engine_problems,
     engine_argument_problems,
 )
-from megatron_rl.engine.sampling_masks import sampling_mask_arguments
+from megatron_rl.engine.sampling_masks import EngineSamplingMasks
 from megatron_rl.errors import UserError
 
 
@@ -33,14 +33,14 @@ def test_rejected_arguments_exist_in_vllm():
 
 
 def test_engine_that_cannot_return_masks_is_refused(monkeypatch):
-    assert sampling_mask_arguments(on_cuda=False) == {}
+    assert EngineSamplingMasks(on_cuda=False).arguments() == {}
     with pytest.raises(UserError, match="newer model runner"):  # this machine has no Triton
-        sampling_mask_arguments(on_cuda=True)
+        EngineSamplingMasks(on_cuda=True).arguments()
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert sampling_mask_arguments(on_cuda=True) == {"return_sampling_mask": True}
+    assert EngineSamplingMasks(on_cuda=True).arguments() == {"return_sampling_mask": True}
     monkeypatch.setattr(sampling_masks, "_ARGUMENT", "return_what_no_release_has")
     with pytest.raises(UserError, match="need a vLLM that returns"):
-        sampling_mask_arguments(on_cuda=True)
+        EngineSamplingMasks(on_cuda=True).arguments()
 
 
 def test_cpu_head_sizes_match_vllm():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.engine.routes import EngineRoutes, route_arguments
+from megatron_rl.engine.routes import EngineRoutes
 from megatron_rl.models.shape import ExpertShape, ModelShape
 
 LAYERS, K = 3, 2
@@ -22,7 +22,7 @@ def routes_of(found, *, num_experts=8):
     shape = ModelShape(**SIZES, experts=ExpertShape(num_experts, K, 4, True))
     completion = SimpleNamespace(token_ids=[1, 2], routed_experts=found)
     output = SimpleNamespace(request_id="0-0", prompt_token_ids=[3, 4, 5], outputs=[completion])
-    return EngineRoutes(None, shape, on_cuda=True).of(output)
+    return EngineRoutes(shape, on_cuda=True).of(output)
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,7 @@ def test_routes_that_are_no_choice_are_refused(pair):
 
 
 def test_vllm_returns_routes_on_cuda_and_caches_no_prefix_on_cpu():
-    assert route_arguments(on_cuda=True) == {"enable_return_routed_experts": True}
-    assert route_arguments(on_cuda=False) == {"enable_prefix_caching": False}
+    shape = ModelShape(**SIZES, experts=ExpertShape(8, K, 4, True))
+    on_cuda, on_cpu = (EngineRoutes(shape, on_cuda=place).arguments() for place in (True, False))
+    assert on_cuda == {"enable_return_routed_experts": True}
+    assert on_cpu == {"enable_prefix_caching": False}

@@ -53,6 +53,9 @@ class Pool:
         self.turns[place] += 1
         self.sent.append(place)
 
+    def report_failures(self):
+        """No conversation fails."""
+
     def poll(self, timeout):
         answers = []
         for place in self.sent:
@@ -115,7 +118,7 @@ def splits_differ(seed):
     sampling = SamplingSettings(1.0, top_p=1.0, max_tokens=200, seed=1)
     engine = Engine(draw, len(tokenizer))
     finished = FinishedResponses(
-        prompts, SAMPLES, len(prompts) * SAMPLES, (0, 1), tokenizer, weight_version=0
+        prompts, SAMPLES, len(prompts) * SAMPLES, 0, None, (0, 1), tokenizer, weight_version=0
     )
     limits = ConversationSettings(
         Pool(draw), TurnRenderer(tokenizer), max_turns=MAX_TURNS, max_turn_tokens=8

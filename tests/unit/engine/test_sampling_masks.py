@@ -13,7 +13,7 @@ def masks_of(rows):
     mask = None if rows is None else SimpleNamespace(token_ids=rows)
     completion = SimpleNamespace(token_ids=[4, 7], sampling_mask=mask)
     output = SimpleNamespace(request_id="0-0", outputs=[completion])
-    return EngineSamplingMasks(None, on_cuda=True).of(output)
+    return EngineSamplingMasks(on_cuda=True).of(output)
 
 
 def test_masks_are_ids_and_their_numbers():

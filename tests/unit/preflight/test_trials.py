@@ -44,11 +44,15 @@ def test_context_replaces_sum_of_prompt_and_response():
             {"rollout": {"stall_seconds": 50}},
             r"environment\.time_limit_seconds=60: one answer may take longer than rollout\.stall",
         ),
-        ({}, {"lag": {"partial_rollouts": 8}}, r"environment cannot be combined with lag\.par"),
+        (
+            {},
+            {"lag": {"partial_rollouts": 8}},
+            r"lag\.partial_rollouts cannot be combined with environment\.name",
+        ),
         (
             {},
             {"offline": {"rollouts": "r"}},
-            r"environment needs responses that an engine",
+            r"offline\.rollouts cannot be combined with environment\.name",
         ),
         (
             {"max_rewrites": 8},

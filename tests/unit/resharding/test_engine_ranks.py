@@ -148,19 +148,19 @@ def test_error_of_one_engine_rank_is_raised_on_both_sides():
 def _talk(rank, world_size):
     link = _join(rank, trainers=2, engines=1)
     if link.is_engine:
-        orders = [link.next_order(), link.next_order()]
-        given = link.take()
+        orders = [link.orders.next(), link.orders.next()]
+        given = link.values.take()
         for order in orders:
-            link.post({"answers": order, "values": given})
-        last = link.next_order()
-        link.flush()
+            link.values.send({"answers": order, "values": given})
+        last = link.orders.next()
+        link.values.flush()
         return [*orders, last]
-    link.order("first", 1)
-    link.order("second", 2)
-    link.post(torch.arange(100_000))
-    results = [link.take(), link.take()]
-    link.flush()
-    link.order("end")
+    link.orders.send("first", 1)
+    link.orders.send("second", 2)
+    link.values.send(torch.arange(100_000))
+    results = [link.values.take(), link.values.take()]
+    link.values.flush()
+    link.orders.send("end")
     if rank:
         return results
     assert all(torch.equal(one["values"], torch.arange(100_000)) for one in results)
@@ -180,9 +180,9 @@ def _wait_and_fail(rank, world_size):
     link.patience, messages = 0.5, []
     try:
         if link.is_engine:
-            link.next_order()
+            link.orders.next()
         else:
-            link.take()
+            link.values.take()
     except RuntimeError as error:
         messages.append(str(error))
     link = _join(rank, trainers=1, engines=1, name="second")
@@ -191,7 +191,7 @@ def _wait_and_fail(rank, world_size):
         link.fail(ValueError("a second error"))
         return messages
     try:
-        link.take()
+        link.values.take()
     except RuntimeError as error:
         return [*messages, f"{type(error).__name__}: {error}"]
 

@@ -295,7 +295,10 @@ def test_missing_column_or_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"eval": {"sets": {"held": "x.jsonl"}}}, r"eval\.sets needs responses that an engine"),
+        (
+            {"eval": {"sets": {"held": "x.jsonl"}}},
+            r"offline\.rollouts cannot be combined with eval\.sets",
+        ),
         (
             {"offline": {"behavior": "m"}, "behavior": "engine"},
             r"behavior=engine: no effect with offline\.behavior=m, which recomputes the log-probs",

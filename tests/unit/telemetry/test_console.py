@@ -17,8 +17,8 @@ def test_long_phase_prints_every_ten_seconds_and_later_less_often(capsys, monkey
     monkeypatch.setattr(console_module.time, "monotonic", lambda: next(now))
     with Console(is_main_rank=True).progress("rollout") as advance:
         for done in (0, 0, 1, 2, 4):  # at 5, 11, 20, 100 and 120 seconds
-            advance(done, 8, 1000 * done)
-    lines = ["  rollout: 0/8", "  rollout: 2/8, 2,000 tokens, about 300 s left"]
+            advance(done, 8, 1000 * done, 5000)
+    lines = ["  rollout: 0/8", "  rollout: 2/8, 2,000 tokens, about 150 s left"]
     assert capsys.readouterr().out.splitlines() == lines
 
 

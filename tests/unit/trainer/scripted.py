@@ -28,7 +28,7 @@ from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.evaluation import EngineAnswers, Evaluator
 from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.step_progress import SkippedUpdates
@@ -296,7 +296,9 @@ def make_keeper(config, directory, *, rank=0, wait=lambda: None):
     """Return a keeper of checkpoints whose run has no rollouts and no skipped updates yet."""
     console = Console(is_main_rank=False)
     buffer, faults = GroupBuffer(build_schedule(config)), SkippedUpdates(directory, console)
-    return CheckpointKeeper(config, directory, console, rank, wait, buffer, faults)
+    return CheckpointKeeper(
+        config, directory, console, rank=rank, wait_for_records=wait, buffer=buffer, faults=faults
+    )
 
 
 def run_loop(
@@ -327,8 +329,9 @@ def run_loop(
     faults = SkippedUpdates(directory, console)
     if keep is not None:
         checkpoints = CheckpointKeeper(
-            config, directory, console, 0, recorder.wait, buffer, faults, keep
-        )
+            config, directory, console, rank=0, wait_for_records=recorder.wait, buffer=buffer,
+            faults=faults, interruption=keep,
+        )  # fmt: skip
         checkpoints.restore(actor)
     else:
         checkpoints.done = done
@@ -343,7 +346,13 @@ def run_loop(
         engine=engine,
         source=source,
         selector=BatchSelector(run, ScriptedReference(events) if "kl" in overrides else None),
-        evaluator=Evaluator(config, engine, grader, prompts.evaluation, recorder, console),
+        evaluator=Evaluator(
+            config,
+            EngineAnswers(config, engine, grader, prompts.evaluation, console),
+            prompts.evaluation,
+            recorder,
+            console,
+        ),
         checkpoints=checkpoints,
         recorder=recorder,
         faults=faults,

@@ -59,22 +59,22 @@ def test_checkpoint_loads_before_engine_allocates_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "build_engine", build_scripted_engine)
     monkeypatch.setattr(
         build,
-        "_start_verifiers",
+        "start_verifiers",
         lambda pool, row, config: events.append(f"try {row.ground_truth}"),
     )
-    trainer = build._build_trainer(
+    trainer = build.TrainingSide(
         config,
-        objective=build_objective("pnpo"),
-        prompts=PromptSets([Prompt(0, (), (1,), "7", "set")], PromptOrder(1, seed=0), {}),
+        build_objective("pnpo"),
+        PromptSets([Prompt(0, (), (1,), "7", "set")], PromptOrder(1, seed=0), {}),
+        SimpleNamespace(pool=None),
+        None,
         directory=directory,
         console=Console(is_main_rank=False),
         topology=Topology.single(),
-        grader=SimpleNamespace(pool=None),
-        conversations=None,
         interruption=Interruption(),
         start=StartUp(),
         progress=Heartbeat(),
-    )
+    ).build()
     assert events == ["actor", "load step_000003", "try 7", "sleep", "engine"]
     assert trainer.checkpoints.done == 3
 
@@ -94,7 +94,7 @@ def test_verifier_without_reward_is_refused_by_one_error():
             ConfigError, match=r"(?s)^reward.verifier=.*returned \(0.0, 'wrong'\); return"
         ),
     ):
-        build._start_verifiers(pool, prompt, make_config())
+        build.start_verifiers(pool, prompt, make_config())
 
 
 def test_majority_vote_of_numbers_cannot_select_best():
@@ -111,6 +111,6 @@ def test_majority_vote_of_numbers_cannot_select_best():
         (problem,) = trial.problems(prompt, keep_best=vote.trainer.keep_best)
         assert re.match(message, problem)
         assert trial.pool is not None
-        build._start_verifiers(trial.pool, prompt, mean)
+        build.start_verifiers(trial.pool, prompt, mean)
         with pytest.raises(ConfigError, match=message):
-            build._start_verifiers(trial.pool, prompt, vote)
+            build.start_verifiers(trial.pool, prompt, vote)

@@ -19,8 +19,8 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import PHASES, evaluation_scores, read_metrics
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, PhaseClock
-from megatron_rl.trainer.build import collective_timeout
-from megatron_rl.trainer.evaluation import Evaluator
+from megatron_rl.trainer.build_engines import collective_timeout
+from megatron_rl.trainer.evaluation import EngineAnswers, Evaluator
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.types import Response
 from tests.unit.trainer.scripted import (
@@ -126,11 +126,11 @@ def test_greedy_evaluation_grades_one_response_per_prompt(tmp_path):
     config = parse_config(config.model_dump() | {"eval": {"temperature": 0, "samples": 2}})
     prompts = [replace(PROMPTS[0], index=i, ground_truth=answer) for i, answer in enumerate("100")]
     clock, console = PhaseClock(), Console(is_main_rank=False)
+    engine, grader = ScriptedEngine([]), Grader(ScriptedPool(), Topology.single())  # answers "0"
     evaluator = Evaluator(
         config,
-        ScriptedEngine([]),  # answers "0"
-        Grader(ScriptedPool(), Topology.single()),
-        {"held": prompts},
+        EngineAnswers(config, engine, grader, {"held": prompts}, console),
+        ["held"],
         Recorder(config, None, None, console, clock),
         console,
     )

@@ -213,7 +213,7 @@ def test_restored_step_of_partial_rollouts_does_not_advance():
     """Its window is in the checkpoint: another one would generate with the wrong weights."""
     calls = []
     run = SimpleNamespace(clock=PhaseClock(), buffer=None)
-    source = PartialRolloutSource(run, None, None, None, None)
+    source = PartialRolloutSource(run, None, None, None, engine=None)
     source.due = lambda step: []
     source.advance = lambda step, slots: calls.append(("advance", step)) or 1 / 0
     source.resume(3)
