@@ -42,6 +42,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.columns import ARRAYS
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
 from megatron_rl.runs import inputs
@@ -360,7 +361,6 @@ class RunDirectory:
         *,
         advantages: Sequence[float],
         turn_advantages: Sequence[np.ndarray] = (),
-        behavior_logprobs: Sequence[np.ndarray | None],
         lag: Sequence[int] | None = None,
         sampled: Sequence[bool] | None = None,
         whole: bool = True,
@@ -368,7 +368,7 @@ class RunDirectory:
     ) -> None:
         """Write one step's rollouts: texts, token ids, rewards, log-probs, weight versions.
 
-        Behavior log-probs are null if they were not computed. lag: steps since each rollout was
+        What the trainer did not compute is null. lag: steps since each rollout was
         generated. sampled: rollouts that remain when the step is thinned. whole: False thins the
         step now. folder: folder to write. Default: `rollouts/`.
         """
@@ -378,9 +378,10 @@ class RunDirectory:
             rows = pa.array(turn_advantages, pa.list_(pa.float32()))
             table = table.append_column(TURN_ADVANTAGES, rows)
         table = table.append_column("lag", pa.array(lag or [0] * len(rollouts), pa.int32()))
-        table = table.append_column(
-            "behavior_logprobs", pa.array(behavior_logprobs, pa.list_(pa.float32()))
-        )
+        for column in ARRAYS:
+            if column.by == "trainer" and column.in_rollout_files:
+                values = [rollout.response.row(column.name) for rollout in rollouts]
+                table = table.append_column(column.name, pa.array(values, pa.list_(pa.float32())))
         if sampled is not None:
             table = table.append_column(SAMPLED, pa.array(sampled, pa.bool_()))
             table = table if whole else thin(table.to_batches())

@@ -191,7 +191,6 @@ class Recorder:
                 batch.rollouts,
                 advantages=batch.advantages.flatten().tolist(),
                 turn_advantages=batch.turn_advantages,
-                behavior_logprobs=batch.behavior_logprobs,
                 lag=batch.lag(int(metrics["step"])),
                 sampled=choose_sampled(
                     batch.groups,
