@@ -45,7 +45,7 @@ STEP = (
     Metric(("critic/grad_norm", "critic/learning_rate", "critic/updates"), "", "as of the policy", "critic's updates"),
     Metric(("response/length_mean", "response/length_max"), "tokens", "length", "all"),
     Metric(("response/truncated_fraction",), "0..1", "responses cut at `rollout.max_response_tokens`", "all"),
-    Metric(("policy/entropy",), "nats a token", "entropy of the policy that generated, from its whole distribution", "computed"),
+    Metric(("policy/entropy",), "nats a token", "entropy of the policy that generated, over all tokens that its sampler keeps", "computed"),
     Metric(("rollout/entropy",), "nats a token", "minus the mean log-prob of the sampled tokens", "all"),
     Metric(("rollout/tokens",), "tokens", "tokens generated in this step", "new"),
     Metric(("rollout/tokens_per_second",), "1/s", "generation throughput over all engines", "new"),
