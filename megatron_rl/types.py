@@ -7,9 +7,11 @@ observations of its environment between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from megatron_rl.columns import ARRAYS, Column, array_columns
 
 if TYPE_CHECKING:  # a command checks a run, and starts it, without torch: its import takes seconds
     import numpy as np
@@ -90,17 +92,15 @@ def no_ids() -> np.ndarray:
 
 
 REPLACES_HISTORY = "replaces_history"  # key of the first message of a history that replaces another
-TOKEN_COLUMNS = {"token_ids": "int32", "rollout_logprobs": "float32", "mask_ids": "int32",
-                 "mask_counts": "int32"}  # fmt: skip  # arrays of a Response
-ROUTES = {"routes": "uint8"}  # another one, which only the ranks that train it receive
+Row = Any  # a numpy array, a RemoteRow, or None for an optional value of the trainer
 
 
 @dataclass(frozen=True, eq=False)
 class Response:
     """One response to a prompt, with the versions of the weights that generated it.
 
-    The arrays are on the rank `owner` and on rank 0, which writes files; every other rank has an
-    `RemoteRow` in their place, and an empty text.
+    The arrays, which `columns.py` declares, are on the rank `owner` and on rank 0, which writes
+    files; every other rank has a `RemoteRow` in their place, and an empty text.
 
     A conversation with an environment is one response: the turns of the policy, with an observation
     after each turn but the last. Everything that is counted or divided by (t, L, means, limits of
@@ -131,6 +131,28 @@ class Response:
     # the engine's experts as bytes, as `EngineRoutes.of` returns them; empty: not recorded. They
     # are on the owner alone, not on rank 0
     routes: np.ndarray = field(default_factory=_empty_bytes)
+    # [L] float32, under the policy that generated, fixed when the response was; None: not computed
+    behavior_logprobs: np.ndarray | None = None
+    # [L] float32, of the critic at the last step that trained the response; None: without a critic
+    values: np.ndarray | None = None
+    further: Mapping[str, np.ndarray] = field(default_factory=dict)  # [L] float32, by name
+
+    def row(self, name: str) -> Row:
+        """Return the array of a column by name; None if the response lacks it."""
+        return vars(self)[name] if name in ARRAY_NAMES else self.further.get(name)
+
+    def with_rows(self, rows: Mapping[str, Row]) -> Response:
+        """Return the response with other arrays, by the names of their columns."""
+        own: dict[str, Any] = {name: row for name, row in rows.items() if name in ARRAY_NAMES}
+        others = {name: row for name, row in rows.items() if name not in ARRAY_NAMES}
+        further = {**self.further, **{n: row for n, row in others.items() if row is not None}}
+        return replace(self, **own, further=further)
+
+    def without_arrays(self) -> Response:
+        """Return what ranks have that neither own the response nor write it."""
+        rows = {column.name: self.row(column.name) for column in columns_of([self])}
+        remote = {name: None if row is None else RemoteRow(len(row)) for name, row in rows.items()}
+        return replace(self.with_rows(remote), text="", messages=())
 
     @property
     def length(self) -> int:
@@ -168,6 +190,14 @@ class Response:
         import numpy as np  # not installed in a launcher environment
 
         return self.weight_version >= 0 or not np.isnan(self.rollout_logprobs).any()
+
+
+ARRAY_NAMES = frozenset(column.name for column in ARRAYS)  # fields of a Response
+
+
+def columns_of(responses: Iterable[Response]) -> tuple[Column, ...]:
+    """Return the columns of responses: the same on all ranks, whichever arrays they have."""
+    return array_columns(name for response in responses for name in response.further)
 
 
 @dataclass(frozen=True)
@@ -215,19 +245,29 @@ class PromptGroup:
     slot: PromptSlot
     rollouts: tuple[Rollout, ...]  # G
     advantages: np.ndarray  # [G] float32; nan: computed once the batch to train is selected
-    # [G] of [L] float32, where the response's arrays are; None: not computed
-    behavior_logprobs: tuple[np.ndarray | None, ...]
     entropy: float  # of the generating policy, mean over its generation call
     generated_at_step: int  # generated before the training of this step
     updates: int  # optimizer updates before the generation
     first_trained_at_step: int = 0  # 0: not trained yet
     times_trained: int = 0  # number of steps that trained the group
     num_updates: int = 0  # optimizer updates on the group, in all these steps
-    # [G] of [L] float32, where the response's arrays are: of the critic, at the last step that
-    # trained the group; empty: without a critic
-    values: tuple[np.ndarray | None, ...] = ()
     # G of [turns] float32; empty: all turns of a response have its advantage
     turn_advantages: tuple[np.ndarray, ...] = ()
+
+    @property
+    def behavior_logprobs(self) -> tuple[np.ndarray | None, ...]:
+        """[G] of [L] float32, where the response's arrays are; None: not computed."""
+        return tuple(rollout.response.behavior_logprobs for rollout in self.rollouts)
+
+    def with_column(self, name: str, rows: Sequence[Row]) -> PromptGroup:
+        """Return the group with one row of a column for each response."""
+        pairs = zip(self.rollouts, rows, strict=True)
+        return replace(
+            self,
+            rollouts=tuple(
+                replace(one, response=one.response.with_rows({name: row})) for one, row in pairs
+            ),
+        )
 
     @property
     def learns(self) -> tuple[bool, ...]:
@@ -346,6 +386,8 @@ class TokenBatch:
     # [T, bytes] uint8: the engine's experts in all layers, 0 at padding, until the actor has taken
     # its part; None: not recorded
     engine_routes: Tensor | None = None
+    # by name, [T] float32: `Response.further`
+    further: Mapping[str, Tensor] = field(default_factory=dict)
     values: Tensor | None = None  # [T] float32, of a critic when it computed the advantages
     returns: Tensor | None = None  # [T] float32, what its update regresses on
     # The behavior policy is the policy itself, so that ratios are 1: demonstrations

@@ -146,7 +146,7 @@ def _write_step(
 ) -> None:
     """Two groups; of the second as many responses as are traced have log-probs at every epoch."""
     directory.rollouts.mkdir(exist_ok=True)
-    rollouts, behavior, traces = [], [], {}
+    rollouts, traces = [], {}
     for index in (2 * step, 2 * step + 1):
         prompt = Prompt(
             index,
@@ -173,8 +173,8 @@ def _write_step(
             )
             if turns > 1:
                 response = in_turns(response, turns)
+            response = replace(response, behavior_logprobs=before)
             rollouts.append(Rollout(prompt, response, GradeResult(reward, "equal", HOSTILE[1])))
-            behavior.append(before)
             if index % 2 and sample < traced:
                 moved = 0.05 * np.arange(EPOCHS)[:, None] * draw.standard_normal((EPOCHS, length))
                 traces[len(rollouts) - 1] = (before + moved).astype(np.float32)
@@ -187,7 +187,6 @@ def _write_step(
             for r in rollouts
             if turns > 1
         ],
-        behavior_logprobs=behavior,
         sampled=[place >= GROUP for place in range(len(rollouts))],
     )
     directory.write_traces(step, traces)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ class LocalPack:
             reference_logprobs=None if reference is None else self.shard(reference),
             entropy=entropy,
             divergence=further[0] if further else None,
+            further={name: self.shard(values) for name, values in batch.further.items()},
         )
 
     def token_classes(self, batch: TokenBatch, count: int) -> TokenClasses | None:
@@ -92,13 +93,35 @@ class LocalPack:
         return local
 
 
+class PackParts(NamedTuple):
+    """What a prepared pack is made of, as in `TokenBatch`; nothing else of a pack is read."""
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    sequence_lengths: tuple[int, ...]
+    joined: tuple[int, ...]
+    sampling_mask: SamplingMask | None
+
+    @classmethod
+    def of(cls, batch: TokenBatch) -> PackParts:
+        return cls(**{name: getattr(batch, name) for name in cls._fields})
+
+    def is_same(self, other: PackParts) -> bool:
+        """True if the tensors are the same objects and the lengths are equal."""
+        return all(
+            one == two if isinstance(one, tuple) else one is two
+            for one, two in zip(self, other, strict=True)
+        )
+
+
 class PackCache:
     """Cache of prepared packs, each kept while the caller keeps the pack.
 
     A rollout batch is used many times; layout and attention plan are computed once, and the tables
-    of the rotation once for all packs. The key is the identity of the pack's response mask.
-    Preparing a pack needs no device sync: everything that depends on values is computed on the
-    host. on_prepare: called on every use.
+    of the rotation once for all packs. The key is the identity of the pack's response mask; a pack
+    whose other parts are replaced is prepared again. Preparing a pack needs no device sync:
+    everything that depends on values is computed on the host. on_prepare: called on every use.
     """
 
     def __init__(
@@ -117,9 +140,12 @@ class PackCache:
     def prepare(self, batch: TokenBatch) -> LocalPack:
         """Return this rank's view of a pack, from the cache if possible."""
         self.on_prepare()
-        if batch.response_mask not in self._packs:
-            self._packs[batch.response_mask] = self._build(batch)
-        return self._packs[batch.response_mask]
+        parts = PackParts.of(batch)
+        known, pack = self._packs.get(batch.response_mask, (None, None))
+        if known is None or not parts.is_same(known):
+            pack = self._build(parts, batch.response_mask)
+            self._packs[batch.response_mask] = (parts, pack)
+        return pack
 
     def context(self, batch: TokenBatch) -> PackContext:
         """Return what the model's layers receive with a pack."""
@@ -129,16 +155,16 @@ class PackCache:
         """Free the device memory of all packs; they are prepared again on the next use."""
         self._packs.clear()
 
-    def _build(self, batch: TokenBatch) -> LocalPack:
+    def _build(self, batch: PackParts, response_mask: Tensor) -> LocalPack:
         device = self.topology.device
-        host = self._layout(batch, batch.response_mask)
+        host = self._layout(batch, response_mask)
         tokens, labels, positions = map(
             host.shard, (batch.tokens, batch.labels, batch.position_ids)
         )
         response_positions = host.mask.nonzero().squeeze(1)
         layout = host
-        if device != batch.response_mask.device:
-            layout = self._layout(batch, to_device(batch.response_mask, device))
+        if device != response_mask.device:
+            layout = self._layout(batch, to_device(response_mask, device))
         local = self.shape.local_rotary
         inputs = ModelInput(
             tokens=to_device(tokens[None], device),
@@ -166,7 +192,7 @@ class PackCache:
             tables = self._tables[shape] = build_rotation(rows, shape, dtype=self.dtype)
         return PackRotation(tables, to_device(positions.int(), device))
 
-    def _layout(self, batch: TokenBatch, response_mask: Tensor) -> SequenceLayout:
+    def _layout(self, batch: PackParts, response_mask: Tensor) -> SequenceLayout:
         return SequenceLayout(
             batch.sequence_lengths,
             response_mask,

@@ -1,15 +1,24 @@
 """`megatron-rl plan`: parallel layouts of a model, with their memory and time per step."""
 
 import argparse
+import contextlib
+import os
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_rl.commands.ending import leave
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 from megatron_rl.preflight.layout import too_long
 from megatron_rl.runtime.processes import quiet_libraries
+
+if TYPE_CHECKING:
+    from megatron_rl.apps.planning.search import Search
 
 CACHE = Path.home() / ".cache" / "megatron_rl" / "dry_runs"
 # Config keys that fix one dimension of the layout -> its name in the search.
@@ -79,11 +88,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _plan(options: argparse.Namespace) -> str:
-    import os
-    import tempfile
-
-    from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.models import find_shape, with_built_in_model
+
+    shape = find_shape(options.model)  # before the other imports, which take seconds
+    from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.rates import find_device
     from megatron_rl.apps.planning.report import config_text, describe, require_fit
     from megatron_rl.apps.planning.search import DryRuns, Planner, search, shares
@@ -94,7 +102,6 @@ def _plan(options: argparse.Namespace) -> str:
     device = find_device(options.device)
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
-    shape = find_shape(options.model)
     answers = Answers(*options.answer_seconds) if any(options.answer_seconds or ()) else None
     workload = workload_of(
         config, mean_prompt=options.mean_prompt, mean_response=options.mean_response,
@@ -119,12 +126,14 @@ def _plan(options: argparse.Namespace) -> str:
             planner = replace(planner, engine_share=config.rollout.gpu_memory_utilization)
         dry_runs = DryRuns(planner.config, folder=CACHE, workers=len(os.sched_getaffinity(0)))
         try:
-            result = search(
-                planner, dry_runs, options.devices, fixed,
-                top=max(options.top, options.choice), progress=_warn,
-            )  # fmt: skip
+            with _interruptible():
+                result = search(
+                    planner, dry_runs, options.devices, fixed,
+                    top=max(options.top, options.choice), progress=_warn,
+                )  # fmt: skip
         finally:
             dry_runs.close()
+    _require_measured(result)
     require_fit(result, planner)
     if not 1 <= options.choice <= len(result.options):
         raise ConfigError(f"--choice {options.choice}: give a row from 1 to {len(result.options)}")
@@ -137,6 +146,30 @@ def _plan(options: argparse.Namespace) -> str:
     chosen = result.options[options.choice - 1]
     file.write_text(config_text(chosen, planner, config, options.devices), encoding="utf-8")
     return f"{text}\nwrote row {options.choice} to {file}"
+
+
+def _require_measured(result: "Search") -> None:
+    if result.is_interrupted and not result.options:
+        raise ConfigError(
+            "interrupted before a layout that fits was measured; dry runs are kept, so that the "
+            "same command continues"
+        )
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block for Ctrl-C or SIGTERM; a second one ends the command."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = {one: signal.signal(one, interrupt) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _warn(line: str) -> None:

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,16 @@ from megatron_rl.data.token_rows import WRITER, Delivery, fetch_tokens, remote_r
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.types import Denominators, Minibatch, Response, Rollout, SamplingMask, TokenBatch
+from megatron_rl.types import (
+    ARRAY_NAMES,
+    Denominators,
+    Minibatch,
+    Response,
+    Rollout,
+    SamplingMask,
+    TokenBatch,
+    columns_of,
+)
 
 FILLER = -1  # in TokenBatch.rollout_indices
 
@@ -184,8 +194,6 @@ def build_pack(
     tokens, labels = np.zeros((2, sum(lengths)), np.int64)
     positions = [np.arange(size) for sizes in parts for size in sizes]
     mask = np.zeros(sum(lengths), bool)
-    logprobs = np.zeros(sum(lengths), np.float32)
-    known = all(rollouts[index].response.has_engine_logprobs for index in indices)
     routes = np.zeros((sum(lengths), _bytes_per_token(rollouts, indices)), np.uint8)
     start = 0
     for index, sizes in zip(indices, parts, strict=False):  # a filler has no index
@@ -199,8 +207,6 @@ def build_pack(
             tokens[start:end], labels[start:end] = text[first : stop - 1], text[first + 1 : stop]
             mask[start:end] = own[first + 1 : stop]
             start += size
-        here = slice(begin, start)
-        logprobs[here][mask[here]] = response.rollout_logprobs
         if routes.size:
             assert not response.restarts, "the engine's routes are of one sequence"
             routes[begin : begin + len(text) - 1] = response.routes.reshape(-1, routes.shape[1])
@@ -214,10 +220,38 @@ def build_pack(
         parts=tuple(parts) if any(len(part) > 1 for part in parts) else (),
         rollout_indices=tuple(indices) or (FILLER,),
         advantages=advantages[list(indices)].float() if indices else torch.zeros(1),
-        rollout_logprobs=torch.from_numpy(logprobs) if known else None,
+        **spread_columns(responses, mask),
         engine_routes=torch.from_numpy(routes) if routes.size else None,
         sampling_mask=_spread_masks(responses, mask),
     )
+
+
+def spread_columns(responses: Sequence[Response], response_mask: np.ndarray) -> dict[str, Any]:
+    """Spread the columns of a pack's responses over its tokens, as fields of a `TokenBatch`.
+
+    response_mask: [T]. A column that a response lacks is None, or missing if it is a further one.
+    """
+    fields: dict[str, Any] = {"further": {}}
+    for column in columns_of(responses):
+        if column.fill is None:
+            continue
+        values = np.full(len(response_mask), column.fill, column.dtype)
+        rows = [one.row(column.name) for one in responses]
+        if column.name == "rollout_logprobs":
+            rows = [row if one.has_engine_logprobs else None
+                    for row, one in zip(rows, responses, strict=True)]  # fmt: skip
+        # The trainer's are complete once those of the last tokens have been computed.
+        is_known = all(
+            row is not None and (column.by == "engine" or len(row) == one.length)
+            for row, one in zip(rows, responses, strict=True)
+        )
+        if rows and is_known:
+            values[response_mask] = np.concatenate(rows)
+        if column.name not in ARRAY_NAMES and is_known:
+            fields["further"][column.name] = torch.from_numpy(values)
+        elif column.name in ARRAY_NAMES:
+            fields[column.name] = torch.from_numpy(values) if is_known else None
+    return fields
 
 
 def _spread_masks(responses: Sequence[Response], response_mask: np.ndarray) -> SamplingMask | None:
@@ -272,7 +306,7 @@ def gather_by_rollout(
 
     An array contains the values of the sampled tokens in order; None for rollouts in no pack.
     owners: of the rollouts, as in `types.Response`. A rollout's array is on its owner and on rank
-    0, with an `RemoteRow` on the others; without owners it is on every rank. Collective over all
+    0, with a `RemoteRow` on the others; without owners it is on every rank. Collective over all
     processes.
     """
     rows: list[np.ndarray | None] = [None] * count

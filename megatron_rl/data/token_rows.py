@@ -8,9 +8,11 @@ the same pieces without an agreement.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed.agreement import gather_from_ranks, wire_device
-from megatron_rl.types import ROUTES, TOKEN_COLUMNS, RemoteRow, Response, Rollout
+from megatron_rl.types import GradeResult, RemoteRow, Response, Rollout, columns_of
 
 WRITER = 0  # the rank that has every row, for the files of the run
 PIECE_BYTES = 2**26  # sent or received by any rank in one collective; a longer row goes alone
 
-Row = np.ndarray | None  # None: this rank does not have it, or nobody has
+Row = Any  # an array or RemoteRow; None: this rank does not have it, or nobody has
 
 
 def remote_row(length: int) -> np.ndarray:
@@ -113,6 +115,77 @@ class Delivery:
             yield piece
 
 
+def share_responses(
+    own: Mapping[int, Response], *, on_all_ranks: bool = False,
+    owners: Mapping[int, int] | None = None,
+) -> dict[int, Response]:  # fmt: skip
+    """Return all ranks' responses in the order of their positions; collective over all processes.
+
+    own: this rank's by position. on_all_ranks: with their arrays and texts on every rank; else on
+    their owner and on rank 0. owners: by position, the same on every rank; others belong to the
+    rank that has them.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(sorted(own.items()))
+    texts = {place: _encode(response) for place, response in own.items()}
+    heads = {place: (one.without_arrays(), len(texts[place])) for place, one in own.items()}
+    gathered = gather_from_ranks(heads)
+    sources = {place: rank for rank, each in enumerate(gathered) for place in each}
+    places = sorted(sources)
+    owned = [(owners or {}).get(place, sources[place]) for place in places]
+    known = [own.get(place, gathered[sources[place]][place][0]) for place in places]
+    send = partial(_send_shared, [sources[place] for place in places], owned, on_all_ranks)
+    columns = {
+        column.name: send([one.row(column.name) for one in known], column.dtype, column.at_writer)
+        for column in columns_of(known)
+    }
+    sizes = [gathered[sources[place]][place][1] for place in places]
+    letters = send([texts.get(place, remote_row(size)) for place, size in zip(places, sizes,
+                   strict=True)], "uint8", True)  # fmt: skip
+    return {
+        place: replace(
+            known[index].with_rows({name: rows[index] for name, rows in columns.items()}),
+            owner=-1 if on_all_ranks else owned[index],
+            **_decode(letters[index]),
+        )
+        for index, place in enumerate(places)
+    }
+
+
+def _send_shared(
+    sources: Sequence[int],
+    owners: Sequence[int],
+    on_all_ranks: bool,
+    rows: Sequence[Row],
+    dtype: str,
+    at_writer: bool,
+) -> list[Row]:
+    """Send rows to their owners and to rank 0, or to all; other ranks keep their lengths."""
+    everyone = range(dist.get_world_size())
+    targets: list[Collection[int]] = [
+        everyone if on_all_ranks else {owner, WRITER} if at_writer else {owner} for owner in owners
+    ]
+    received = send_rows(rows, dtype, sources=sources, targets=targets)
+    return [
+        row if row is None or dist.get_rank() in ranks else remote_row(len(row))
+        for row, ranks in zip(received, targets, strict=True)
+    ]
+
+
+def _encode(response: Response) -> np.ndarray:
+    """Encode the texts of a response and its grade, if it has one."""
+    about = [response.text, response.messages, response.grade and vars(response.grade)]
+    return np.frombuffer(json.dumps(about).encode(), np.uint8)
+
+
+def _decode(letters: Row) -> dict[str, Any]:
+    """Decode what `_encode` has encoded; nothing on another rank."""
+    if not is_local(letters):
+        return {"text": "", "messages": (), "grade": None}
+    text, messages, grade = json.loads(letters.tobytes())
+    return {"text": text, "messages": tuple(messages), "grade": grade and GradeResult(**grade)}
+
+
 def fetch_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
     """Return rollouts, with all arrays of those whose indices this rank needs.
 
@@ -132,29 +205,28 @@ def fetch_responses(responses: Sequence[Response], needed: Collection[int]) -> l
         return brought
     wanted = gather_from_ranks(sorted(needed))
     columns = {}
-    for name, dtype in (TOKEN_COLUMNS | ROUTES).items():
-        rows = [getattr(response, name) for response in responses]
-        targets = find_targets(wanted, owners=owners, at_writer=name not in ROUTES)
-        columns[name] = Delivery([len(row) for row in rows], owners, targets).send(rows, dtype)
+    for column in columns_of(responses):
+        rows = [response.row(column.name) for response in responses]
+        targets = find_targets(wanted, owners=owners, at_writer=column.at_writer)
+        columns[column.name] = send_rows(rows, column.dtype, sources=owners, targets=targets)
     for index in needed:
-        arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
-        brought[index] = replace(responses[index], **arrays)
+        arrays = {name: rows[index] for name, rows in columns.items()}
+        brought[index] = responses[index].with_rows(arrays)
     return brought
 
 
-def fetch_rows(
-    rows: Sequence[Row], needed: Collection[int], *, rollouts: Sequence[Rollout]
+def send_rows(
+    rows: Sequence[Row],
+    dtype: str,
+    *,
+    sources: Sequence[int],
+    targets: Sequence[Collection[int]],
 ) -> list[Row]:
-    """Return one float32 row per rollout, with the values of those that this rank needs.
-
-    Collective, unless every rank has all rows. A row that is None is so on every rank.
-    """
-    owners = [rollout.response.owner for rollout in rollouts]
-    if max(owners, default=-1) < 0:
-        return list(rows)
+    """Send rows of which every rank knows the lengths; None on all ranks stays None. Collective."""
     sizes = [0 if row is None else len(row) for row in rows]
-    targets = find_targets(gather_from_ranks(sorted(needed)), owners=owners)
-    return Delivery(sizes, owners, targets).send(rows, "float32")
+    rows = [row.astype(dtype, copy=False) if is_local(row) else row for row in rows]
+    sent = Delivery(sizes, sources, targets).send(rows, dtype)
+    return [None if row is None else one for row, one in zip(rows, sent, strict=True)]
 
 
 def find_targets(

@@ -22,7 +22,6 @@ from megatron_rl.engine.engine import ConversationSettings
 from megatron_rl.engine.requests import (
     POLL_INTERVAL_STEPS,
     FinishedResponses,
-    Generated,
     SequenceRequest,
     sampling_params,
     tensor_group,
@@ -45,6 +44,7 @@ from megatron_rl.types import (
     FinishReason,
     GradeResult,
     Prompt,
+    Response,
     SamplingSettings,
 )
 
@@ -129,7 +129,7 @@ class Conversations:
         """True while an environment has not answered a turn."""
         return bool(self._awaited)
 
-    def run(self, run_requests: Callable[..., None]) -> list[Generated]:
+    def run(self, run_requests: Callable[..., None]) -> dict[int, Response]:
         """Bring all conversations to their end by `running.run_requests`."""
         try:
             run_requests(self._begin(), on_finished=self.add_turn, further=self)
@@ -347,12 +347,14 @@ class Conversations:
         del self._open[one.position]
         if self.settings.pool is not None:
             self.settings.pool.end(one.position)
-        generated = Generated(
-            position=one.position,
+        response = Response(
+            prompt_index=one.prompt.index,
+            sample_index=one.sample,
             token_ids=np.array(one.token_ids, np.int32),
             rollout_logprobs=np.array(one.logprobs, np.float32),
             finish_reason=finish_reason,
             text=one.messages[-1]["content"],
+            weight_version=self.finished.weight_version,
             observed=tuple(one.observed),
             restarts=tuple(one.restarts),
             messages=tuple(one.messages),
@@ -360,6 +362,6 @@ class Conversations:
             **join_masks(one.masks),
         )
         try:
-            self.finished.keep(generated)
+            self.finished.keep(one.position, response)
         except Exception as error:  # noqa: BLE001 - the other ranks of the engine go on until a check
             self.failure = self.failure or error

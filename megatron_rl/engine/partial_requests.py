@@ -8,7 +8,7 @@ prompt plus all tokens so far.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from megatron_rl.data.token_rows import fetch_responses
 from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.requests import (
     POLL_INTERVAL_STEPS,
-    Generated,
     StallLimit,
     sampling_params,
 )
@@ -27,7 +26,7 @@ from megatron_rl.engine.starting import preserved_generators
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import FinishReason, Prompt, Response
+from megatron_rl.types import FinishReason, Prompt, Response, columns_of
 
 NO_ROOM = (
     "the engine's KV cache is too small for all unfinished responses, and some would lose their "
@@ -250,18 +249,17 @@ def find_owners(parts: Sequence[RolloutWindow]) -> dict[int, int]:
 
 
 def merge_outputs(
-    parts: Sequence[RolloutWindow], generated: Sequence[Generated]
+    parts: Sequence[RolloutWindow], new: Mapping[int, Response]
 ) -> list[list[Response]]:
     """Merge newly generated tokens, and their weight version, into the responses of each window."""
-    new = {item.position: item for item in generated}
     responses, first = [], 0
     for part in parts:
         count = len(part.prompts) * part.samples
         responses.append(
             [
-                part.started[position]
-                if first + position not in new
-                else _extend(part, position, new[first + position])
+                _extend(part.started[position] if part.started else None, new[first + position])
+                if first + position in new
+                else part.started[position]
                 for position in range(count)
             ]
         )
@@ -269,48 +267,36 @@ def merge_outputs(
     return responses
 
 
-def _extend(part: RolloutWindow, position: int, generated: Generated) -> Response:
-    started = part.started[position] if part.started else None
-    version = generated.version
+def _extend(started: Response | None, new: Response) -> Response:
+    """Return a response with the engine's columns of `new`, which has all tokens so far."""
     if started is None:
-        prompt, sample = divmod(position, part.samples)
-        started = Response(
-            prompt_index=part.prompts[prompt].index,
-            sample_index=sample,
-            token_ids=np.empty(0, np.int32),
-            rollout_logprobs=np.empty(0, np.float32),
-            text="",
-            finish_reason="unfinished",
-            weight_version=version,
-            owner=generated.owner,
-        )
-    length = len(started.token_ids)
+        return new
+    length, version = len(started.token_ids), new.weight_version
     later = started.later_versions
-    if len(generated.token_ids) > length and started.versions[-1][1] != version:
+    if len(new.token_ids) > length and started.versions[-1][1] != version:
         later = (*later, (length, version))
+    rows = {column.name: new.row(column.name) for column in columns_of([new])
+            if column.by == "engine"}  # fmt: skip
     return replace(
-        started,
-        token_ids=generated.token_ids,
-        rollout_logprobs=generated.rollout_logprobs,
-        mask_ids=generated.mask_ids,
-        mask_counts=generated.mask_counts,
-        text=generated.text,
-        finish_reason=generated.finish_reason,
+        started.with_rows(rows),
+        text=new.text,
+        finish_reason=new.finish_reason,
         later_versions=later,
-        owner=generated.owner,  # a checkpoint's response is on every rank; its new tokens are not
+        owner=new.owner,  # a checkpoint's response is on every rank; its new tokens are not
     )
 
 
-def to_generated(position: int, live: PartialRequest, tokenizer: Any) -> Generated:
-    """Convert a response for the gathering on all ranks."""
+def as_response(key: Key, prompt: Prompt, live: PartialRequest, tokenizer: Any) -> Response:
+    """Return what the engine has generated so far; its version is that of the last window."""
     finished = live.finish_reason != "unfinished"
-    return Generated(
-        position=position,
+    return Response(
+        prompt_index=prompt.index,
+        sample_index=key[2],
         token_ids=np.array(live.tokens, np.int32),
         rollout_logprobs=np.array(live.logprobs, np.float32),
         **join_masks(live.masks),
         finish_reason=live.finish_reason,
-        version=live.version,
+        weight_version=live.version,
         text=tokenizer.decode(live.tokens, skip_special_tokens=True)
         if tokenizer and finished
         else "",

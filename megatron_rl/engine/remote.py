@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.sections import ReshardingSection
-from megatron_rl.data.token_rows import WRITER, remote_row
+from megatron_rl.data.token_rows import WRITER
 from megatron_rl.distributed.link import Link
 from megatron_rl.engine.adapters import AdapterResharder, factor_layout
 from megatron_rl.resharding.layouts import EngineLayout
 from megatron_rl.resharding.push import EnginesElsewhere, Resharder, SyncStats, WeightSource
-from megatron_rl.types import TOKEN_COLUMNS, Prompt, Response, Rollout, SamplingSettings
+from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
 
 
 def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
@@ -27,14 +27,9 @@ def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
     box: list[Any] = [None]
     if rollouts is not None:
         rollouts = [replace(one, response=replace(one.response, owner=WRITER)) for one in rollouts]
-        box = [[replace(one, response=_without_tokens(one.response)) for one in rollouts]]
+        box = [[replace(one, response=one.response.without_arrays()) for one in rollouts]]
     dist.broadcast_object_list(box)
     return box[0] if rollouts is None else rollouts
-
-
-def _without_tokens(response: Response) -> Response:
-    rows: Any = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
-    return replace(response, **rows, text="", messages=())
 
 
 def build_resharder(

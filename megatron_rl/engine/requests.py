@@ -1,14 +1,9 @@
 """Requests for vLLM, one per response with its own seed: from prompts to decoded, shared responses.
 
-An engine executes its requests within a time limit. Afterwards every rank receives which responses
-there are, how long they are, which of their tokens were observed and how they ended. Their columns
-(`types.TOKEN_COLUMNS`) and texts stay on the rank that generated them and go to rank 0, which
-writes them; a response that continues one of another rank goes there instead. Only where a call
-wants them everywhere, they go to every rank. Routes go to the ranks that train them alone, since
-they are many bytes and no file contains them.
+An engine executes its requests within a time limit. Its result is each response with its position
+among all of the call; `data/token_rows.py` shares it with the other ranks.
 """
 
-import json
 import math
 import os
 import sys
@@ -18,17 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.data.token_rows import WRITER, Delivery, is_local, remote_row
 from megatron_rl.distributed.agreement import (
     StragglerBarrier,
-    gather_from_ranks,
     raise_across_ranks,
     sum_over_ranks,
 )
@@ -39,56 +32,7 @@ from megatron_rl.engine.starting import preserved_generators
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import (
-    ROUTES,
-    TOKEN_COLUMNS,
-    FinishReason,
-    GradeResult,
-    Prompt,
-    Response,
-    SamplingSettings,
-    no_ids,
-)
-
-_FINISH_REASONS = get_args(FinishReason)
-_COLUMNS = TOKEN_COLUMNS | ROUTES
-
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    """One response as its engine generated it."""
-
-    position: int  # among all responses of the call
-    token_ids: np.ndarray  # [K] int32
-    rollout_logprobs: np.ndarray  # [L] float32
-    finish_reason: FinishReason
-    text: str
-    owner: int = -1  # this and the following as in `types.Response`
-    observed: tuple[tuple[int, int], ...] = ()
-    restarts: tuple[int, ...] = ()
-    messages: tuple[dict[str, Any], ...] = ()
-    grade: GradeResult | None = None
-    mask_ids: np.ndarray = field(default_factory=no_ids)
-    mask_counts: np.ndarray = field(default_factory=no_ids)
-    routes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    version: int = -1  # of the weights, if it is one window of a response
-
-
-def _write_conversation(response: Generated) -> bytes:
-    """Encode what only a conversation has, besides its observed ranges."""
-    if not response.messages:
-        return b""
-    return json.dumps([response.messages, response.grade and vars(response.grade)]).encode()
-
-
-def _read_texts(letters: np.ndarray, size: int) -> dict[str, Any]:
-    """Decode a text of `size` bytes, and the conversation after it; nothing on another rank."""
-    data = letters.tobytes() if is_local(letters) else b""
-    fields: dict[str, Any] = {"text": data[:size].decode()}
-    if len(data) > size:
-        messages, grade = json.loads(data[size:])
-        fields |= {"messages": tuple(messages), "grade": grade and GradeResult(**grade)}
-    return fields
+from megatron_rl.types import Prompt, Response, SamplingSettings
 
 
 def gather_seconds(own: float, *, device: torch.device) -> list[float]:
@@ -98,88 +42,6 @@ def gather_seconds(own: float, *, device: torch.device) -> list[float]:
     if dist.get_world_size() > 1:
         dist.all_reduce(seconds)
     return seconds.tolist()
-
-
-def gather_responses(
-    own: Sequence[Generated], *, on_all_ranks: bool, owners: Mapping[int, int] | None = None
-) -> list[Generated]:
-    """Return all ranks' responses ordered by position; collective over all processes.
-
-    on_all_ranks: with their columns and texts on every rank; else on their owner and on rank 0.
-    owners: by position, the same on every rank; others belong to the rank that generated them.
-    """
-    own = sorted(own, key=lambda response: response.position)
-    if dist.get_world_size() == 1:
-        return list(own)
-    texts = [(response.text.encode(), _write_conversation(response)) for response in own]
-    heads, sources, observed = _exchange_heads(own, texts)
-    positions, reasons, versions, text_sizes, whole_sizes, *sizes = heads
-    owned = list(map((owners or {}).get, positions, sources))
-    places = {response.position: place for place, response in enumerate(own)}
-
-    def send(
-        rows: Sequence[np.ndarray], lengths: Sequence[int], dtype: str, *, to_writer: bool = True
-    ) -> list[np.ndarray]:
-        some = [{one, WRITER} if to_writer else {one} for one in owned]
-        targets = [range(dist.get_world_size())] * len(owned) if on_all_ranks else some
-        mine = [rows[places[position]].astype(dtype) if position in places else None
-                for position in positions]  # fmt: skip
-        received = Delivery(lengths, sources, targets).send(mine, dtype)
-        return [
-            row if row is not None and dist.get_rank() in ranks else remote_row(length)
-            for row, ranks, length in zip(received, targets, lengths, strict=True)
-        ]
-
-    columns: dict[str, Any] = {
-        name: send(
-            [getattr(response, name) for response in own],
-            lengths,
-            dtype,
-            to_writer=name not in ROUTES,
-        )
-        for (name, dtype), lengths in zip(_COLUMNS.items(), sizes, strict=True)
-    }
-    letters = [np.frombuffer(text + conversation, np.uint8) for text, conversation in texts]
-    letters = send(letters, whole_sizes, "uint8")
-    return [
-        Generated(
-            position=position,
-            finish_reason=_FINISH_REASONS[reasons[index]],
-            owner=-1 if on_all_ranks else owned[index],
-            version=versions[index],
-            **observed.get(position, {}),
-            **_read_texts(letters[index], text_sizes[index]),
-            **{name: rows[index] for name, rows in columns.items()},
-        )
-        for index, position in enumerate(positions)
-    ]
-
-
-def _exchange_heads(
-    own: Sequence[Generated], texts: Sequence[tuple[bytes, bytes]]
-) -> tuple[list[list[int]], list[int], dict[int, dict[str, Any]]]:
-    """Exchange the sizes of all ranks' responses.
-
-    Returns lists over all responses, ordered by position: their positions, reasons, weight
-    versions, bytes of their texts and of these with the conversations, and lengths of each column;
-    then the rank of each; then the observed ranges and restarts by position.
-    """
-    rows = [
-        (*(r.position, _FINISH_REASONS.index(r.finish_reason), r.version),
-         *(len(text), len(text + conversation)),
-         *(len(getattr(r, name)) for name in _COLUMNS))
-        for r, (text, conversation) in zip(own, texts, strict=True)
-    ]  # fmt: skip
-    numbers = np.array(rows, np.int64).reshape(-1, 5 + len(_COLUMNS))
-    ranges = {
-        r.position: {"observed": r.observed, "restarts": r.restarts} for r in own if r.observed
-    }
-    pairs = gather_from_ranks((numbers, ranges))
-    gathered = [each for each, _ in pairs]
-    observed = {position: one for _, some in pairs for position, one in some.items()}
-    ranks = np.repeat(np.arange(len(gathered)), [len(each) for each in gathered])
-    order = np.argsort(np.concatenate(gathered)[:, 0], kind="stable")
-    return np.concatenate(gathered)[order].T.tolist(), ranks[order].tolist(), observed
 
 
 @dataclass(frozen=True)
@@ -308,7 +170,7 @@ class FinishedResponses:
     on_response: OnFinished | None = None
     routes: EngineRoutes | None = None
     masks: EngineSamplingMasks | None = None
-    own: list[Generated] = field(default_factory=list)
+    own: dict[int, Response] = field(default_factory=dict)  # by position
     _num_finished: int = 0
     _finished_tokens: int = 0
     _running_tokens: int = 0
@@ -321,11 +183,11 @@ class FinishedResponses:
     def add(self, position: int, output: Any) -> None:
         """Add vLLM's output of the request at `position`."""
         tokens = len(output.outputs[0].token_ids)
-        self._keep(position, lambda: self._generated(position, output), tokens)
+        self._keep(position, lambda: self._response(position, output), tokens)
 
-    def keep(self, generated: Generated) -> None:
+    def keep(self, position: int, response: Response) -> None:
         """Add a response that is complete."""
-        self._keep(generated.position, lambda: generated, len(generated.token_ids))
+        self._keep(position, lambda: response, len(response.token_ids))
 
     def show(self) -> None:
         """Report progress, with the tokens of unfinished requests as they were within a second.
@@ -342,47 +204,29 @@ class FinishedResponses:
         expected = int(tokens + (self.expected - done) * each) if self.longest else 0
         self.on_progress(done, self.expected, tokens + self._running_tokens, expected)
 
-    def _keep(self, position: int, build: Callable[[], Generated], tokens: int) -> None:
+    def _keep(self, position: int, build: Callable[[], Response], tokens: int) -> None:
         self._num_finished += 1
         self._finished_tokens += tokens
         self.show()
         rank, ranks = self.share
         if position % ranks == rank:
-            self.own.append(build())
+            self.own[position] = build()
             if self.on_response is not None:
-                self.on_response(position, self.response(self.own[-1]))
+                self.on_response(position, self.own[position])
 
-    def response(self, generated: Generated) -> Response:
-        """Build the response from one generated sequence."""
-        prompt, sample = divmod(generated.position, self.samples)
+    def _response(self, position: int, output: Any) -> Response:
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        prompt, sample = divmod(position, self.samples)
+        decode = self.tokenizer.decode if self.tokenizer else None
         return Response(
             prompt_index=self.prompts[prompt].index,
             sample_index=sample,
-            token_ids=generated.token_ids,
-            rollout_logprobs=generated.rollout_logprobs,
-            text=generated.text,
-            finish_reason=generated.finish_reason,
-            weight_version=self.weight_version,
-            owner=generated.owner,
-            observed=generated.observed,
-            restarts=generated.restarts,
-            messages=generated.messages,
-            grade=generated.grade,
-            routes=generated.routes,
-            mask_ids=generated.mask_ids,
-            mask_counts=generated.mask_counts,
-        )
-
-    def _generated(self, position: int, output: Any) -> Generated:
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        decode = self.tokenizer.decode if self.tokenizer else None
-        return Generated(
-            position=position,
             token_ids=np.array(tokens, np.int32),
             rollout_logprobs=np.array(completion.logprobs.logprobs, np.float32),
             finish_reason="stop" if completion.finish_reason == "stop" else "length",
             text=decode(tokens, skip_special_tokens=True) if decode else "",
+            weight_version=self.weight_version,
             **join_masks([] if self.masks is None else [self.masks.of(output)]),
             routes=_NO_ROUTES if self.routes is None else self.routes.of(output),
         )
@@ -487,17 +331,17 @@ def _add(
 
 
 def run_on_every_rank(
-    run: Callable[[], list[Generated]],
+    run: Callable[[], dict[int, Response]],
     *,
     work: StragglerBarrier,
     on_step: Callable[[], object],
     doing: str,
-) -> tuple[list[Generated], float]:
+) -> tuple[dict[int, Response], float]:
     """Return the results of `run` on this rank, and its seconds; collective over all processes.
 
     Raises an error of one rank on every rank, and GenerationStopped if any raised it.
     """
-    own, error = list[Generated](), None
+    own, error = dict[int, Response](), None
     work.begin()
     start = time.perf_counter()
     try:

@@ -7,8 +7,9 @@ Seeded sampling on CPU still draws from torch's global generator.
 
 Models with gated delta nets: on a CPU vLLM computes the core of a gated delta net in bfloat16 only,
 with the convolution's weights packed when they are loaded, which a weight sync would not repeat.
-`use_own_core` replaces it by the rule that the actor trains with, in the model's dtype with float32
-states.
+`use_own_core` replaces it, in the model's dtype with float32 states: by the rule that the actor
+trains with for what is read at once, and by the recurrence itself for each token after that. The
+comparison of engine and actor before the first step is then one of the rule with the recurrence.
 """
 
 from __future__ import annotations
@@ -129,11 +130,30 @@ def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_
         q, k, v = (y[0] for y in layer.rearrange_mixed_qkv(mixed))  # [t, K or H, size]
         q, k = (y * y.pow(2).sum(-1, keepdim=True).add(1e-6).rsqrt() for y in (q, k))
         g = -layer.A_log.float().exp() * F.softplus(a[part].float() + layer.dt_bias.float())
-        layout = SequenceLayout((len(v),), torch.ones(len(v), dtype=torch.bool))
-        before = state.transpose(1, 2).float()[None]
-        out, after = torch_rule(q, k, v, g, b[part].float().sigmoid(), before, layout)
-        state.copy_(after[0].transpose(1, 2))
+        beta, before = b[part].float().sigmoid(), state.transpose(1, 2).float()
+        if len(v) == 1:
+            out, after = take_token(q[0], k[0], v[0], g[0], beta[0], before)
+        else:
+            layout = SequenceLayout((len(v),), torch.ones(len(v), dtype=torch.bool))
+            out, states = torch_rule(q, k, v, g, beta, before[None], layout)
+            after = states[0]
+        state.copy_(after.transpose(1, 2))
         core_attn_out[part] = out
+
+
+def take_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the gated delta rule to one token as it is written; returns output and state after it.
+
+    S <- exp(g) S,  S <- S + k (beta (v - S^T k))^T,  o = S^T q / sqrt(d_k).
+    q, k [K, d_k], v [H, d_v], g, beta [H], state [H, d_k, d_v].
+    """
+    q, k = (x.repeat_interleave(len(v) // len(x), dim=0) for x in (q, k))  # [H, d_k]
+    state = state * g.exp()[:, None, None]
+    read = torch.einsum("hkv,hk->hv", state, k)
+    state = state + torch.einsum("hk,hv->hkv", k, beta[:, None] * (v - read))
+    return torch.einsum("hkv,hk->hv", state, q) / q.shape[-1] ** 0.5, state
 
 
 # vLLM reads its own switches from the environment only.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.sections import ReshardingSection, RolloutSection
+from megatron_rl.data.token_rows import share_responses
 from megatron_rl.distributed.agreement import StragglerBarrier
 from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
@@ -37,18 +38,16 @@ from megatron_rl.engine.incoming import (
 )
 from megatron_rl.engine.partial_requests import (
     PartialRequests,
+    as_response,
     fetch_started,
     find_owners,
     merge_outputs,
-    to_generated,
 )
 from megatron_rl.engine.requests import (
     CLEAN_UP_SECONDS,
     FinishedResponses,
-    Generated,
     SequenceRequest,
     check_prompts,
-    gather_responses,
     gather_seconds,
     read_scores,
     run_on_every_rank,
@@ -240,7 +239,7 @@ class VllmEngine:
             on_advance=self._work.advance,
         )  # fmt: skip
 
-        def run() -> list[Generated]:
+        def run() -> dict[int, Response]:
             # Prefixes cached by an earlier call would change rounding. Results must depend only on
             # the arguments and the weights, or a resumed run would differ in the last bits.
             if not self._partial.paused:
@@ -251,10 +250,10 @@ class VllmEngine:
             self._run(requests, on_finished=finished.add, on_running=finished.show)
             return finished.own
 
-        generated = self._gather(run, on_all_ranks=on_all_ranks)
+        responses = self._gather(run, on_all_ranks=on_all_ranks)
         self.environment_costs = further.sum_costs() if further is not None else {}
-        assert [item.position for item in generated] == list(range(len(prompts) * samples))
-        return list(map(finished.response, generated))
+        assert list(responses) == list(range(len(prompts) * samples))
+        return list(responses.values())
 
     def continue_generation(
         self, parts: Sequence[RolloutWindow], *, keep_cache: bool
@@ -270,7 +269,7 @@ class VllmEngine:
         engine, rank = divmod(self.topology.rank, self.layout.tensor)
         assigned = fetch_started(parts, self._partial.paused, engine=engine, engines=engines)
 
-        def run() -> list[Generated]:
+        def run() -> dict[int, Response]:
             own, limit = [item[1:] for item in assigned], self.settings.stall_seconds
             self._partial.version, self._partial.lora_request = self._version, self._lora_request
             requests = self._partial.run(
@@ -281,19 +280,20 @@ class VllmEngine:
             )
             if not keep_cache:
                 self.drop_caches()
-            return [
-                to_generated(position, requests[key], self._tokenizer)
-                for position, key, *_ in assigned
+            return {
+                position: as_response(key, prompt, requests[key], self._tokenizer)
+                for position, key, prompt, *_ in assigned
                 if position % self.layout.tensor == rank
-            ]
+            }
 
-        generated = self._gather(run, on_all_ranks=False, owners=find_owners(parts))
-        return merge_outputs(parts, generated)
+        return merge_outputs(
+            parts, self._gather(run, on_all_ranks=False, owners=find_owners(parts))
+        )
 
-    def _gather(self, run: Callable[[], list[Generated]], **where: Any) -> list[Generated]:
+    def _gather(self, run: Callable[[], dict[int, Response]], **where: Any) -> dict[int, Response]:
         """Return all ranks' results of `run`; an error of one rank is raised on every rank."""
 
-        def run_with_weights() -> list[Generated]:
+        def run_with_weights() -> dict[int, Response]:
             self._require_weights()
             return run()
 
@@ -302,7 +302,7 @@ class VllmEngine:
             doing=f"generating with {self.layout}",
         )  # fmt: skip
         self._engine_seconds = gather_seconds(seconds, device=self.topology.device)
-        return gather_responses(own, **where)
+        return share_responses(own, **where)
 
     def drop_caches(self) -> None:
         self._partial.drop_caches()

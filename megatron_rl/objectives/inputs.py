@@ -5,7 +5,7 @@ Shapes: t tokens on this rank.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class TokenInputs:
     reference_logprobs: Tensor | None = None
     entropy: Tensor | None = None  # and in these
     divergence: Tensor | None = None  # and in these: from the reference, over the vocabulary
+    further: Mapping[str, Tensor] = field(default_factory=dict)  # of `TokenBatch.further`
+
+    def value(self, name: str) -> Tensor | None:
+        """Return an input by name; None if it is missing."""
+        return vars(self)[name] if name in vars(self) else self.further.get(name)
+
+    def _values(self) -> dict[str, Tensor]:
+        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return {**self.further, **own}
 
     @property
     def log_gap(self) -> Tensor | None:
@@ -54,24 +63,22 @@ class TokenInputs:
         self._check(layout)
         check_denominators(denominators)
         for name, option in needs.items():
-            if getattr(self, name) is None:
+            if self.value(name) is None:
                 raise ValueError(
                     f"{name} is missing, but an option of the objective needs it: {option}"
                 )
         dtype = torch.promote_types(self.policy_logprobs.dtype, torch.float32)
         zero = torch.zeros((), dtype=dtype, device=layout.device)
         masked = {}
-        for name, x in vars(self).items():
-            if x is not None:
-                constant = name not in ("policy_logprobs", "entropy", "divergence")
-                own = (x.detach() if constant else x).to(dtype)
-                masked[name] = torch.where(layout.mask, own, zero)
-        return TokenInputs(**masked)
+        for name, x in self._values().items():
+            constant = name not in ("policy_logprobs", "entropy", "divergence")
+            own = (x.detach() if constant else x).to(dtype)
+            masked[name] = torch.where(layout.mask, own, zero)
+        further = {name: masked.pop(name) for name in self.further}
+        return TokenInputs(**masked, further=further)
 
     def _check(self, layout: SequenceLayout) -> None:
-        for name, x in vars(self).items():
-            if x is None:
-                continue
+        for name, x in self._values().items():
             if x.shape != (layout.local_tokens,):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}, but this rank's layout has "

@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -358,7 +359,7 @@ class LayoutStatistics:
     response_log_ratio: Tensor  # S_L, the sum over the whole response
 
 
-LossFunction = Callable[[Tensor, Tensor, Tensor, Tensor, LayoutStatistics], Tensor]
+LossFunction = Callable[..., Tensor]  # of `spec.PARAMETERS`, then of further values by name
 
 
 @dataclass(frozen=True)
@@ -380,6 +381,10 @@ class FunctionObjective(PolicyObjective):
             raise UserError(f"objective.function={spec.function}: {name} is not a function")
         return cls(spec, function)
 
+    @cached_property
+    def needs(self) -> Mapping[str, object]:
+        return self.spec.needs
+
     def evaluate(
         self, x: TokenInputs, *, layout: SequenceLayout, denominators: Denominators
     ) -> tuple[TokenWeights, Terms]:
@@ -392,8 +397,9 @@ class FunctionObjective(PolicyObjective):
             prefix_log_ratio=torch.where(layout.mask, ratios.prefix_sum, zero),
             response_log_ratio=torch.where(layout.mask, ratios.total("log_ratio"), zero),
         )
+        further = [x.value(name) for name in self.needs]
         loss = self.function(
-            x.policy_logprobs, x.behavior_logprobs, x.advantages, layout.mask, statistics
+            x.policy_logprobs, x.behavior_logprobs, x.advantages, layout.mask, statistics, *further
         )
         if not isinstance(loss, Tensor) or loss.shape != zero.shape:
             returned = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

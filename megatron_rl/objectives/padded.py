@@ -3,7 +3,7 @@
 Shapes: B responses, T positions; `response_mask` marks the valid decisions.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ def policy_loss(
 
 
 def _flat_inputs(shape: torch.Size, **given: Tensor | None) -> TokenInputs:
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
             continue

@@ -467,6 +467,7 @@ class OaplSpec(Checked):
 
 
 FUNCTION = "function"  # the name of the objective whose loss is a user's own
+INPUTS = ("rollout_logprobs", "entropy")  # what a function may take besides, which every run has
 PARAMETERS = ("policy_logprobs", "behavior_logprobs", "advantages", "mask", "statistics")
 
 
@@ -489,12 +490,20 @@ class FunctionSpec(Checked):
 
     @property
     def needs(self) -> dict[str, object]:
-        """No optional inputs."""
-        return {}
+        """The function's arguments after the five: `INPUTS`, or further values of each token."""
+        return dict.fromkeys(check_function(self.function), f"objective.function={self.function}")
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """Names of values that responses have from an engine or a file for this function alone."""
+        return tuple(name for name in self.needs if name not in INPUTS)
 
 
-def check_function(name: str) -> None:
-    """Raise UserError unless the source of `module:function` defines a function of 5 arguments."""
+def check_function(name: str) -> tuple[str, ...]:
+    """Return the names of further values of each token that the source of `module:function` takes.
+
+    Raises UserError unless it defines a function with the five arguments of `PARAMETERS` first.
+    """
     module, _, function = name.partition(":")
     stem = Path(*module.split("."))
     files = [
@@ -516,16 +525,17 @@ def check_function(name: str) -> None:
     imported = any(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign) for node in body)
     if function not in functions:
         if function in files[0].read_text(encoding="utf-8") and imported:
-            return  # possibly imported from elsewhere, or decorated: importing it will show
+            return ()  # possibly imported from elsewhere, or decorated: importing it will show
         raise UserError(
             f"objective.function={name}: {files[0]} has no function {function}; it has "
             f"{', '.join(functions) or 'none'}"
         )
     arguments = functions[function]
-    count = len(arguments.posonlyargs + arguments.args)
-    required = count - len(arguments.defaults)
-    if not (required <= len(PARAMETERS) and (arguments.vararg or count >= len(PARAMETERS))):
+    names = [argument.arg for argument in arguments.posonlyargs + arguments.args]
+    count = len(names)
+    if not arguments.vararg and count < len(PARAMETERS):
         raise UserError(
             f"objective.function={name} takes {count} arguments; it must take "
             f"{len(PARAMETERS)}: {', '.join(PARAMETERS)}"
         )
+    return tuple(names[len(PARAMETERS) : count - len(arguments.defaults)])

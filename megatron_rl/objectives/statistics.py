@@ -13,7 +13,7 @@ first two bits of its mantissa, so quantiles are exact up to a factor of 1.25.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -396,6 +396,8 @@ def _block(x: Any, start: int, end: int) -> Any:
     """Slice tokens `start` to `end` of every tensor in nested dataclasses."""
     if x is None or isinstance(x, Tensor):
         return None if x is None else x[start:end]
+    if isinstance(x, Mapping):
+        return {name: _block(part, start, end) for name, part in x.items()}
     return type(x)(**{name: _block(part, start, end) for name, part in vars(x).items()})
 
 
@@ -576,15 +578,20 @@ def _suspects(x: Tokens) -> Tensor:
     Returns any token if there is none; `_faults` decides. Uses one pass over a sum instead of one
     per input: a sum is not finite if one of its terms is not.
     """
-    given = [column for column in vars(x.given).values() if column is not None]
+    given = [column for column in _inputs(x).values() if column is not None]
     bad = _not_finite(sum(given[1:], given[0])) | (x.given.behavior_logprobs > BEHAVIOR_LIMIT)
     return torch.stack((bad, _not_finite(x.loss))).byte().argmax(dim=1)
+
+
+def _inputs(x: Tokens) -> dict[str, Tensor | None]:
+    """Return the inputs whose faults are named; those of further values show in the loss."""
+    return {name: value for name, value in vars(x.given).items() if name != "further"}
 
 
 def _faults(x: Tokens, index: Tensor) -> Tensor:
     """Test the tokens `index` [n] for each of FAULTS; [FAULTS, n] bool."""
     columns = {
-        **vars(x.given),
+        **_inputs(x),
         "objective.kl": x.terms.kl,
         "objective.entropy_coefficient": x.terms.entropy,
         "loss": x.loss,

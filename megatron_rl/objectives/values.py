@@ -5,7 +5,6 @@ Shapes: t tokens on this rank, in the order of its SequenceLayout; T tokens in t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -122,10 +121,10 @@ class ValueStatistics:
 
     def raise_on_faults(self) -> None:
         """Raise ValueError unless all sums are finite; copies once."""
-        found = self.sums.tolist()
-        for name, value in zip(SUMS, found, strict=True):
-            if not math.isfinite(value):
-                raise ValueError(f"the critic's {name.replace('_', ' ')} is {value}")
+        faults = torch.isfinite(self.sums).logical_not().double().tolist()
+        for name, fault in zip(SUMS, faults, strict=True):
+            if fault > 0:
+                raise ValueError(f"the critic's {name.replace('_', ' ')} is not finite")
 
     def to_metrics(self) -> Mapping[str, float]:
         """Return the means over tokens, and the explained variance of the returns.

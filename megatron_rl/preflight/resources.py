@@ -1,5 +1,7 @@
 """Disk space and device memory that a run needs, checked before any process starts."""
 
+import contextlib
+import json
 import math
 import os
 import shutil
@@ -10,7 +12,9 @@ from pathlib import Path
 
 from megatron_rl.config import Config, ConfigError, dump_config
 from megatron_rl.data.rows import count_rows
+from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import count_adapter_parameters
+from megatron_rl.models.safetensors_headers import find_files, read_header
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
@@ -74,7 +78,8 @@ def check_memory(
 
 # float32 weight, Adam's two moments and the master weight
 CHECKPOINT_BYTES_PER_PARAMETER = 16
-EXPORT_BYTES_PER_PARAMETER = 4
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of safetensors
+_LARGEST = 4  # bytes of a parameter in an export, where its dtype is not known
 # Before compression: a token id with two log-probs in rollouts/ and generated/, with one in eval/.
 # A response is assumed to have a quarter of the maximum length until the run has written files.
 ROLLOUT_BYTES_PER_TOKEN = 12
@@ -124,11 +129,33 @@ def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str
     already = f" ({describe_size(existing)} already written)" if existing else ""
     return {
         f"{kept} + 1 checkpoints{already}": max(checkpoint * (kept + 1) - existing, 0),
-        "the model": parameters * EXPORT_BYTES_PER_PARAMETER,
+        "the model": parameters * export_bytes_per_parameter(Path(config.model.path)),
         "new files in rollouts/": _remaining_rollouts(config, run, step),
         "generated/": generated,
         "new files in eval/": _remaining_evaluations(config, run),
     }
+
+
+def export_bytes_per_parameter(folder: Path) -> float:
+    """Return the bytes of an exported parameter: dtypes are those of the model's files.
+
+    Quantized weights are exported in two bytes. Without files it is the dtype in config.json.
+    """
+    try:
+        files = sorted(set(find_files(folder).values()))
+        headers = [each for file in files for each in read_header(folder / file).values()]
+        known = [each for each in headers if each["dtype"] in _BYTES]
+        if len(known) < len(headers) or not known:
+            return 2
+        sizes = [math.prod(each["shape"]) for each in known]
+        total = sum(_BYTES[each["dtype"]] * n for each, n in zip(known, sizes, strict=True))
+        return total / max(sum(sizes), 1)
+    except (UserError, OSError):
+        with contextlib.suppress(OSError, ValueError):
+            values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            named = values.get("dtype") or values.get("torch_dtype")
+            return {"bfloat16": 2, "float16": 2}.get(str(named), _LARGEST)
+    return _LARGEST
 
 
 def find_writable(path: Path, *, key: str) -> Path:

@@ -20,7 +20,7 @@ from megatron_rl.models.adapters import (
     target_problems,
 )
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.objectives.spec import FunctionSpec, ObjectiveSpec, check_function
+from megatron_rl.objectives.spec import FunctionSpec, ObjectiveSpec
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
     cut_problems,
@@ -115,9 +115,15 @@ def evaluation_problems(
 def _loss_function_problems(config: Config) -> list[str]:
     if isinstance(config.objective.choice, FunctionSpec):
         try:
-            check_function(config.objective.choice.function)
+            further = config.objective.choice.further
         except UserError as error:
             return [str(error)]
+        if further and config.offline.rollouts is None:
+            return [
+                f"objective.function={config.objective.choice.function} takes {further[0]}, a "
+                "value of each token that vLLM does not return; train on offline.rollouts with a "
+                "column of this name, or take the argument out of the function"
+            ]
     return []
 
 

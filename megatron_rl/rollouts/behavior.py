@@ -5,7 +5,7 @@ weights arrived; only log-probs show that they arrived in the right places.
 """
 
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import ClassVar
 
@@ -113,7 +113,7 @@ class WindowLogprobs(BehaviorLogprobs):
                 if is_local(row)
                 else remote_row(len(row))
             )
-            unfinished[slot] = replace(group, behavior_logprobs=tuple(values))
+            unfinished[slot] = group.with_column("behavior_logprobs", values)
 
 
 # Mean absolute gap of a sampled token's log-prob. Right weights give 1e-7 in float32 and some 1e-2

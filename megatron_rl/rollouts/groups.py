@@ -87,7 +87,6 @@ def build_groups(
             slot=slot,
             rollouts=tuple(rollouts[place * size : (place + 1) * size]),
             advantages=np.full(size, np.nan, np.float32),
-            behavior_logprobs=(None,) * size,
             entropy=math.nan,
             generated_at_step=step,
             updates=updates,

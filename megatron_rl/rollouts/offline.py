@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt, parse_answer
-from megatron_rl.data.token_rows import WRITER, Delivery, remote_row
+from megatron_rl.data.token_rows import share_responses
 from megatron_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from megatron_rl.distributed.agreement import (
     gather_from_ranks,
@@ -26,6 +26,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.objectives import build_objective
+from megatron_rl.objectives.spec import FunctionSpec
 from megatron_rl.resharding.push import SyncStats
 from megatron_rl.rewards.worker import LARGEST_REWARD, as_number
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
@@ -44,7 +45,6 @@ from megatron_rl.runs.rollouts import (
     read_restarts,
 )
 from megatron_rl.types import (
-    TOKEN_COLUMNS,
     GradeResult,
     Prompt,
     PromptGroup,
@@ -63,6 +63,7 @@ class OfflineRollouts:
     files: list[Path]
     ends: np.ndarray  # [files] rows in each file and those before it
     tokenizer: Any
+    further: tuple[str, ...] = ()  # values of each token that the objective takes besides
 
     @classmethod
     def open(cls, config: Config) -> OfflineRollouts:
@@ -72,9 +73,10 @@ class OfflineRollouts:
         # Rows with token ids need no chat template; `parse_rollout` refuses others without one.
         options = config.tokenizer_options | {"template": "raw"}
         tokenizer = load_tokenizer(config.model.path, **options)
-        return cls(
-            config, files, np.cumsum([pq.read_metadata(f).num_rows for f in files]), tokenizer
-        )
+        choice = config.objective.choice
+        further = choice.further if isinstance(choice, FunctionSpec) else ()
+        rows = [pq.read_metadata(file).num_rows for file in files]
+        return cls(config, files, np.cumsum(rows), tokenizer, further)
 
     @classmethod
     def load(cls, config: Config, echo: Callable[[str], object]) -> OfflineRollouts:
@@ -100,8 +102,8 @@ class OfflineRollouts:
         """Number of groups."""
         return int(self.ends[-1]) // self.config.rollout.responses_per_prompt
 
-    def read(self, places: Iterable[int]) -> Iterator[Scored]:
-        """Yield the rollouts at ascending `places` with their log-probs, a few rows in memory.
+    def read(self, places: Iterable[int]) -> Iterator[Rollout]:
+        """Yield the rollouts at ascending `places`, a few rows in memory.
 
         Raises ConfigError naming an unusable row.
         """
@@ -110,8 +112,9 @@ class OfflineRollouts:
             for row_number, row in read_rows(file, [place - start for place in members]):
                 try:
                     yield parse_rollout(
-                        row, self.tokenizer, place=start + row_number, config=self.config
-                    )
+                        row, self.tokenizer, place=start + row_number, config=self.config,
+                        further=self.further,
+                    )  # fmt: skip
                 except (ValueError, TypeError, KeyError) as error:
                     message = f"offline.rollouts: {file}, row {row_number}: {error}"
                     raise ConfigError(message) from None
@@ -131,9 +134,9 @@ class OfflineRollouts:
         members = self.read(range(rows))
         for start in range(0, rows, size):
             group = list(itertools.islice(members, size))
-            _check_group([rollout for rollout, _ in group], start)
-            has_logprobs |= any(values is not None for _, values in group)
-            without_engine += sum(not one.response.has_engine_logprobs for one, _ in group)
+            _check_group(group, start)
+            has_logprobs |= any(one.response.behavior_logprobs is not None for one in group)
+            without_engine += sum(not one.response.has_engine_logprobs for one in group)
         if self.config.offline.behavior == "file" and not has_logprobs:
             raise ConfigError(
                 f"offline.rollouts: {self.config.offline.rollouts} has no column "
@@ -156,28 +159,22 @@ class OfflineRollouts:
         The first group of the files follows the last one. Every rank reads a share of the groups,
         which it owns (`types.Response`). Collective.
         """
-        size = self.config.rollout.responses_per_prompt
         numbers = [(start + slot.group) % self.count for slot in slots]
         with sync_errors_across_ranks(doing="reading offline.rollouts"):
             own = self._read_share(numbers, topology)
-        scored = share_rollouts(own, count=len(slots), topology=topology)
-        groups = build_groups(
-            [rollout for rollout, _ in scored],
-            slots, config=self.config, step=step, updates=updates,
-        )  # fmt: skip
-        rows = iter([values for _, values in scored])
-        return [
-            replace(group, behavior_logprobs=tuple(next(rows) for _ in range(size)))
-            for group in groups
-        ]
+        rollouts = share_rollouts(own, size=self.config.rollout.responses_per_prompt)
+        return build_groups(rollouts, slots, config=self.config, step=step, updates=updates)
 
-    def _read_share(self, numbers: Sequence[int], topology: Topology) -> dict[int, list[Scored]]:
+    def _read_share(self, numbers: Sequence[int], topology: Topology) -> dict[int, list[Rollout]]:
         """Read this rank's share of the groups with these numbers, by their place in the step."""
         places = range(topology.rank, len(numbers), topology.world_size)
         size, distinct = self.config.rollout.responses_per_prompt, {numbers[p] for p in places}
         found = self.read(number * size + i for number in sorted(distinct) for i in range(size))
         if self.config.offline.behavior != "file":  # that model computes the log-probs instead
-            found = ((rollout, None) for rollout, _ in found)
+            found = (
+                replace(one, response=replace(one.response, behavior_logprobs=None))
+                for one in found
+            )
         by_number = {number: list(itertools.islice(found, size)) for number in sorted(distinct)}
         return {place: by_number[numbers[place]] for place in places}
 
@@ -289,94 +286,32 @@ class NoEngine:
 
 
 LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
-Scored = tuple[Rollout, np.ndarray | None]  # a rollout with the log-probs of what generated it
 
 
-def share_rollouts(
-    own: Mapping[int, Sequence[Scored]], *, count: int, topology: Topology
-) -> list[Scored]:
+def share_rollouts(own: Mapping[int, Sequence[Rollout]], *, size: int) -> list[Rollout]:
     """Return the groups that all ranks have read, in order; collective.
 
-    own: this rank's groups by place; it owns their rollouts (`types.Response`). Rank 0 receives
-    their arrays and texts, and the other ranks everything else.
+    own: this rank's groups of `size` by place; it owns their rollouts (`types.Response`). Rank 0
+    receives their arrays and texts, and the other ranks everything else.
     """
-    if topology.world_size == 1:
-        return [scored for place in range(count) for scored in own[place]]
-    whole = {
-        place: [_owned_by(topology.rank, scored) for scored in group]
-        for place, group in own.items()
-    }
-    texts = {
-        place: [_encode(rollout.response) for rollout, _ in group] for place, group in whole.items()
-    }
-    light = {
-        place: [
-            (*_without_arrays(scored), len(text))
-            for scored, text in zip(group, texts[place], strict=True)
-        ]
-        for place, group in whole.items()
-    }
-    gathered = {
-        place: group for share in gather_from_ranks(light) for place, group in share.items()
-    }
-    everyone = [one for place in range(count) for one in gathered[place]]
-    mine = [
-        (*scored, text)
-        for place in range(count)
-        for scored, text in (
-            zip(whole[place], texts[place], strict=True)
-            if place in whole
-            else (((rollout, values), None) for rollout, values, _ in gathered[place])
-        )
+    mine = {place * size + i: one for place, group in own.items() for i, one in enumerate(group)}
+    light = {place: (one.prompt, one.grade_result) for place, one in mine.items()}
+    known = {place: one for each in gather_from_ranks(light) for place, one in each.items()}
+    shared = share_responses({place: one.response for place, one in mine.items()})
+    return [
+        Rollout(known[place][0], response, known[place][1]) for place, response in shared.items()
     ]
-    owners = [rollout.response.owner for rollout, _, _ in everyone]
-    targets = [(WRITER,)] * len(owners)
-
-    def send(rows: Sequence[np.ndarray | None], sizes: Sequence[int], dtype: str) -> Any:
-        return Delivery(sizes, owners, targets).send(rows, dtype)
-
-    columns = {}
-    for name, dtype in TOKEN_COLUMNS.items():
-        rows = [getattr(rollout.response, name) for rollout, _, _ in mine]
-        columns[name] = send(rows, [len(row) for row in rows], dtype)
-    behavior = [values for _, values, _ in mine]
-    behavior = send(behavior, [0 if row is None else len(row) for row in behavior], "float32")
-    letters = send([text for _, _, text in mine], [size for _, _, size in everyone], "uint8")
-    shared = []
-    for index, (rollout, values, _) in enumerate(mine):
-        arrays: dict[str, Any] = {name: rows[index] for name, rows in columns.items()}
-        if letters[index] is not None:
-            arrays |= _decode(letters[index])
-        response = replace(rollout.response, **arrays)
-        row = None if values is None else behavior[index]
-        shared.append((replace(rollout, response=response), row))
-    return shared
 
 
-def _owned_by(rank: int, scored: Scored) -> Scored:
-    rollout, values = scored
-    return replace(rollout, response=replace(rollout.response, owner=rank)), values
-
-
-def _without_arrays(scored: Scored) -> Scored:
-    rollout, values = scored
-    response: Any = rollout.response
-    lengths = {name: remote_row(len(getattr(response, name))) for name in TOKEN_COLUMNS}
-    response = replace(response, text="", messages=(), **lengths)
-    return replace(rollout, response=response), None if values is None else remote_row(len(values))
-
-
-def _encode(response: Response) -> np.ndarray:
-    return np.frombuffer(json.dumps([response.text, response.messages]).encode(), np.uint8)
-
-
-def _decode(letters: np.ndarray) -> dict[str, Any]:
-    text, messages = json.loads(letters.tobytes())
-    return {"text": text, "messages": tuple(messages)}
-
-
-def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Config) -> Scored:
-    """Convert a row to a rollout with log-probs; tokenize texts without token ids."""
+def parse_rollout(
+    row: dict[str, Any],
+    tokenizer: Any,
+    *,
+    place: int,
+    config: Config,
+    further: Sequence[str] = (),
+) -> Rollout:
+    """Convert a row to a rollout; tokenize texts without token ids."""
     source = _parse_prompt(row, tokenizer, config=config)
     prompt_ids, text, reward = source.token_ids, row["response"], row["reward"]
     if not isinstance(text, str):
@@ -401,6 +336,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
     if not 0 <= min((*prompt_ids, *tokens)) <= max((*prompt_ids, *tokens)) < size:
         raise UserError(f"a token lies outside the tokenizer's {size}: were they another model's?")
     frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
+    others = {name: _further(row.get(name), name, sampled) for name in further}
     response = Response(
         prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
@@ -413,6 +349,9 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         observed=observed,
         restarts=restarts,
         messages=tuple(json.loads(row.get(MESSAGES) or "[]")),
+        # the actor's if the file has the column (null: not computed), else the engine's
+        behavior_logprobs=frozen if LOGPROBS[0] in row else generated,
+        further=others,
     )
     source = replace(source, index=response.prompt_index)
     grade_result = GradeResult(
@@ -420,9 +359,7 @@ def parse_rollout(row: dict[str, Any], tokenizer: Any, *, place: int, config: Co
         rewards=dict(row.get("rewards") or {}),
         turn_rewards=_turn_rewards(row.get(TURN_REWARDS) or [], response.turns),
     )  # fmt: skip
-    # the actor's if the file has the column (null: not computed), else the engine's
-    behavior = frozen if LOGPROBS[0] in row else generated
-    return Rollout(source, response, grade_result), behavior
+    return Rollout(source, response, grade_result)
 
 
 def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Prompt:
@@ -471,6 +408,17 @@ def _logprobs(values: Any, name: str, count: int) -> np.ndarray | None:
             f"{name} has {len(values)} numbers for {count} sampled tokens; it needs a finite one, "
             "not above 0, for each (with token_ids, if texts were cut into other tokens; with "
             f"{OBSERVED}, if an environment wrote some of them)"
+        )
+    return array
+
+
+def _further(values: Any, name: str, count: int) -> np.ndarray:
+    """Return a value of each token that the objective takes; UserError unless there is one each."""
+    array = np.array(() if values is None else values, np.float32)
+    if array.shape != (count,) or not np.isfinite(array).all():
+        raise UserError(
+            f"{name} has {array.size} numbers for {count} sampled tokens; objective.function takes "
+            "a finite one for each: add the column, or take the argument out of the function"
         )
     return array
 

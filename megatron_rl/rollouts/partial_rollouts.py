@@ -7,10 +7,11 @@ unfinished batches advance together, by one window a step with the weights of th
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_rl.columns import ARRAYS
 from megatron_rl.engine.engine import RolloutEngine, RolloutWindow
 from megatron_rl.rollouts.batch_metrics import generation_metrics
 from megatron_rl.rollouts.behavior import BehaviorLogprobs, check_engine_of_run
@@ -27,6 +28,7 @@ from megatron_rl.types import (
     Rollout,
 )
 
+BY_TRAINER = [column.name for column in ARRAYS if column.by == "trainer"]
 UNFINISHED = GradeResult(0.0, "unfinished", None)
 
 
@@ -101,17 +103,21 @@ class WindowSource(RolloutSource):
         rollouts: Sequence[Rollout],
         before: PromptGroup | None,
     ) -> PromptGroup:
-        return PromptGroup(
+        group = PromptGroup(
             slot=slot,
             rollouts=tuple(rollouts),
             advantages=np.zeros(len(rollouts), np.float32),
-            behavior_logprobs=(self.behavior.empty_logprobs,) * len(rollouts)
-            if before is None
-            else before.behavior_logprobs,
             entropy=float("nan"),
             generated_at_step=0,
             updates=0,
         )
+        if before is None:
+            return group.with_column(
+                "behavior_logprobs", [self.behavior.empty_logprobs] * len(rollouts)
+            )
+        for name in BY_TRAINER:  # engines on other ranks do not have them
+            group = group.with_column(name, [one.response.row(name) for one in before.rollouts])
+        return group
 
     def _parts(
         self, step: int, due: Sequence[PromptSlot]
@@ -144,17 +150,15 @@ class WindowSource(RolloutSource):
         """Build the groups that end by `step`; one list for each step of slots. Collective."""
         finished = []
         for groups in self.pop_finished(step):
-            graded = build_groups(
-                self.grade(groups),
-                [group.slot for group in groups],
-                config=self.run.config,
-                step=step,
-                updates=updates,
+            finished.append(
+                build_groups(
+                    self.grade(groups),
+                    [group.slot for group in groups],
+                    config=self.run.config,
+                    step=step,
+                    updates=updates,
+                )
             )
-            finished.append([
-                replace(group, behavior_logprobs=unfinished.behavior_logprobs)
-                for group, unfinished in zip(graded, groups, strict=True)
-            ])  # fmt: skip
         return finished
 
     def pop_finished(self, step: int) -> list[list[PromptGroup]]:

@@ -22,7 +22,6 @@ from megatron_rl.data.packing import (
     plan_minibatches,
     scatter_to_packs,
 )
-from megatron_rl.data.token_rows import fetch_rows
 from megatron_rl.distributed.collectives import group_size, reduce_sum
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import PolicyObjective
@@ -198,7 +197,8 @@ class RolloutBatch:
         each = iter(rows)
         self.groups = [
             replace(
-                group, behavior_logprobs=tuple(next(each) for _ in group.rollouts), entropy=entropy
+                group.with_column("behavior_logprobs", [next(each) for _ in group.rollouts]),
+                entropy=entropy,
             )
             for group in self.groups
         ]
@@ -222,9 +222,8 @@ class RolloutBatch:
         for pack in self.packs:
             pack.behavior_logprobs = pack.rollout_logprobs
         self.groups = [
-            replace(
-                group,
-                behavior_logprobs=tuple(r.response.rollout_logprobs for r in group.rollouts),
+            group.with_column(
+                "behavior_logprobs", [r.response.rollout_logprobs for r in group.rollouts]
             )
             for group in self.groups
         ]
@@ -357,9 +356,4 @@ def build_rollout_batch(
             pack.on_policy = True
     if batch.turn_advantages:
         batch.spread_turn_advantages()
-    frozen = batch.behavior_logprobs
-    if all(row is not None for row, used in zip(frozen, computed, strict=True) if used):
-        rows = fetch_rows(frozen, batch.own_rollouts, rollouts=rollouts)
-        for pack, values in zip(batch.packs, scatter_to_packs(batch.packs, rows), strict=True):
-            pack.behavior_logprobs = values
     return batch

@@ -16,7 +16,6 @@ from megatron_rl.actor.critic import Critic
 from megatron_rl.advantages import EPSILON
 from megatron_rl.config import Config
 from megatron_rl.data.packing import FILLER, gather_by_rollout, scatter_to_packs
-from megatron_rl.data.token_rows import fetch_rows
 from megatron_rl.distributed.agreement import gather_from_ranks
 from megatron_rl.distributed.collectives import Group, reduce_sum
 from megatron_rl.objectives.values import GaeSettings
@@ -48,11 +47,8 @@ def freeze_values(
     rows: list[np.ndarray | None] = [None] * len(rollouts)
     for index in batch.own_rollouts:
         rows[index] = token_rewards(rollouts[index], config)
-    if resumed:
-        known = [row for group in batch.groups for row in group.values]
-        fetched = fetch_rows(known, batch.own_rollouts, rollouts=rollouts)
-        for pack, values in zip(packs, scatter_to_packs(packs, fetched), strict=True):
-            pack.values = values
+    for pack in packs if not resumed else ():
+        pack.values = None
     cut = [
         torch.tensor([i != FILLER and is_truncated(rollouts[i]) for i in pack.rollout_indices])
         for pack in packs
@@ -87,8 +83,7 @@ def _record(batch: RolloutBatch, critic: Critic) -> list[PromptGroup]:
     by_group = iter(means)
     return [
         replace(
-            group,
-            values=tuple(next(rows) for _ in group.rollouts),
+            group.with_column("values", [next(rows) for _ in group.rollouts]),
             advantages=np.array([next(by_group) for _ in group.rollouts], np.float32),
         )
         for group in batch.groups

@@ -11,64 +11,66 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.columns import COLUMNS, OF_GROUP, Column, array_columns
 from megatron_rl.runs.files import atomic_write
 from megatron_rl.types import (
-    TOKEN_COLUMNS,
+    ARRAY_NAMES,
     GradeResult,
     Prompt,
     PromptGroup,
     PromptSlot,
-    RemoteRow,
     Response,
     Rollout,
-    no_ids,
+    columns_of,
 )
 
-# Fields of a group, repeated in each of its rows; float64 stores a Python float exactly.
-GROUP = {"entropy": pa.float64(), "generated_at_step": pa.int64(), "updates": pa.int64(),
-         "first_trained_at_step": pa.int64(), "times_trained": pa.int64(),
-                  "num_updates": pa.int64()}  # fmt: skip
 ABOUT = b"about"  # key of the file's metadata, a JSON text
-SCHEMA = pa.schema(
-    {
-        "slot": pa.list_(pa.int64(), 2),
-        **GROUP,
-        "prompt": pa.string(),  # JSON of a Prompt
-        "sample_index": pa.int64(),
-        "token_ids": pa.list_(pa.int32()),
-        "rollout_logprobs": pa.list_(pa.float32()),
-        "mask_ids": pa.list_(pa.int32()),
-        "mask_counts": pa.list_(pa.int32()),
-        "text": pa.string(),
-        "finish_reason": pa.string(),
-        "weight_version": pa.int64(),
-        "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
-        "observed": pa.list_(pa.list_(pa.int64(), 2)),
-        "restarts": pa.list_(pa.int64()),
-        "messages": pa.string(),  # JSON
-        "verdict": pa.string(),  # JSON of a GradeResult
-        "advantage": pa.float32(),
-        "turn_advantages": pa.list_(pa.float32()),
-        "behavior_logprobs": pa.list_(pa.float32()),
-        "values": pa.list_(pa.float32()),
-    }
-)
+_KINDS = {"int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(),
+          "float64": pa.float64()}  # fmt: skip
+_IN_FILE = tuple(column for column in COLUMNS if column.in_group_files)
+ROWS_AT_ONCE = 64  # in memory as rows while a file is written or read
+
+
+def _kind(column: Column) -> pa.DataType:
+    kind = _KINDS[column.dtype]
+    return kind if column.unit in ("response", "group") else pa.list_(kind)
+
+
+def _schema(further: Iterable[Column]) -> pa.Schema:
+    """Fields of a group are repeated in each of its rows; float64 stores a Python float exactly."""
+    return pa.schema(
+        {
+            "slot": pa.list_(pa.int64(), 2),
+            "prompt": pa.string(),  # JSON of a Prompt
+            "sample_index": pa.int64(),
+            "text": pa.string(),
+            "finish_reason": pa.string(),
+            "weight_version": pa.int64(),
+            "later_versions": pa.list_(pa.list_(pa.int64(), 2)),
+            "observed": pa.list_(pa.list_(pa.int64(), 2)),
+            "restarts": pa.list_(pa.int64()),
+            "messages": pa.string(),  # JSON
+            "verdict": pa.string(),  # JSON of a GradeResult
+            **{column.name: _kind(column) for column in (*_IN_FILE, *further)},
+        }
+    )
 
 
 def write_groups(
     file: Path, groups: Iterable[PromptGroup], about: Mapping[str, Any] | None = None
 ) -> None:
     """Write groups with all fields that training needs, and metadata about them."""
+    groups = list(groups)
+    responses = [rollout.response for group in groups for rollout in group.rollouts]
+    arrays = [column for column in columns_of(responses) if column.in_group_files]
+    further = [column for column in arrays if column.name not in ARRAY_NAMES]
     rows = [
         {
             "slot": list(group.slot),
-            **{name: getattr(group, name) for name in GROUP},
+            **{column.name: getattr(group, column.name) for column in OF_GROUP},
             "prompt": json.dumps(dataclasses.asdict(rollout.prompt)),
             "sample_index": rollout.response.sample_index,
-            "token_ids": np.asarray(rollout.response.token_ids, np.int32),
-            "rollout_logprobs": np.asarray(rollout.response.rollout_logprobs, np.float32),
-            "mask_ids": np.asarray(rollout.response.mask_ids, np.int32),
-            "mask_counts": np.asarray(rollout.response.mask_counts, np.int32),
+            **{column.name: _array(rollout.response, column) for column in arrays},
             "text": rollout.response.text,
             "finish_reason": rollout.response.finish_reason,
             "weight_version": rollout.response.weight_version,
@@ -79,23 +81,24 @@ def write_groups(
             "verdict": json.dumps(dataclasses.asdict(rollout.grade_result)),
             "advantage": advantage,
             "turn_advantages": by_turn,
-            "behavior_logprobs": logprobs,
-            "values": values,
         }
         for group in groups
-        for rollout, advantage, by_turn, logprobs, values in zip(
+        for rollout, advantage, by_turn in zip(
             group.rollouts,
             group.advantages,
             group.turn_advantages or [None] * len(group.rollouts),
-            group.behavior_logprobs,
-            group.values or [None] * len(group.rollouts),
             strict=True,
         )
     ]
-    schema = SCHEMA.with_metadata({ABOUT: json.dumps(about or {})})
+    schema = _schema(further).with_metadata({ABOUT: json.dumps(about or {})})
     with pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer:
         for start in range(0, len(rows), ROWS_AT_ONCE):
             writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_AT_ONCE], schema))
+
+
+def _array(response: Response, column: Column) -> np.ndarray | None:
+    row = response.row(column.name)
+    return None if row is None else np.asarray(row, column.dtype)
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
@@ -112,64 +115,58 @@ def read_groups(file: Path, *, rank: int = 0, world_size: int = 1) -> list[Promp
     grouped = itertools.groupby(_rows(file), key=lambda row: row["slot"])
     if world_size == 1:
         return [_group(list(members), owner=-1) for _, members in grouped]
-    groups = []
-    for place, (_, members) in enumerate(grouped):
-        owner = place % world_size
-        strip = _without_arrays if rank not in (0, owner) else dict
-        groups.append(_group([strip(row) for row in members], owner=owner))
-    return groups
+    return [
+        _group(list(members), owner=place % world_size,
+               has_arrays=rank in (0, place % world_size))
+        for place, (_, members) in enumerate(grouped)
+    ]  # fmt: skip
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+        arrays = _arrays_of(parquet.schema_arrow.names)
         for batch in parquet.iter_batches(ROWS_AT_ONCE):
-            # an earlier release wrote no sampling masks
-            arrays = {name: kind for name, kind in ARRAYS.items() if name in batch.schema.names}
-            rows: list[dict[str, Any]] = batch.drop_columns(list(arrays)).to_pylist()
-            for name, kind in arrays.items():
-                for row, value in zip(rows, batch[name], strict=True):
-                    row[name] = None if not value.is_valid else value.values.to_numpy().astype(kind)
+            rows: list[dict[str, Any]] = batch.drop_columns([c.name for c in arrays]).to_pylist()
+            for column in arrays:
+                for row, value in zip(rows, batch[column.name], strict=True):
+                    row[column.name] = (
+                        value.values.to_numpy().astype(column.dtype) if value.is_valid else None
+                    )
             yield from rows
 
 
-def _without_arrays(row: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: row[name] for name in ARRAYS if row.get(name) is not None}
-    lengths = {name: RemoteRow(len(value)) for name, value in known.items()}
-    return {**row, **lengths, "text": "", "messages": "[]"}
+def _arrays_of(names: Iterable[str]) -> list[Column]:
+    """Columns of arrays in a file; one of an earlier release lacks those that are newer."""
+    plain = {*_schema(()).names} - ARRAY_NAMES
+    given = set(names) - plain
+    return [column for column in array_columns(given) if column.name in given]
 
 
-ROWS_AT_ONCE = 64  # in memory as rows while a file is written or read
-ARRAYS = {**TOKEN_COLUMNS, "behavior_logprobs": "float32", "values": "float32"}
-
-
-def _group(rows: list[dict[str, Any]], *, owner: int) -> PromptGroup:
+def _group(rows: list[dict[str, Any]], *, owner: int, has_arrays: bool = True) -> PromptGroup:
     return PromptGroup(
         slot=PromptSlot(*rows[0]["slot"]),
-        rollouts=tuple(_rollout(row, owner=owner) for row in rows),
+        rollouts=tuple(_rollout(row, owner=owner, has_arrays=has_arrays) for row in rows),
         advantages=np.array([row["advantage"] for row in rows], np.float32),
-        behavior_logprobs=tuple(row["behavior_logprobs"] for row in rows),
-        values=tuple(row["values"] for row in rows if row.get("values") is not None),
         # missing in a file that an earlier release wrote
         turn_advantages=tuple(
             np.array(row["turn_advantages"], np.float32)
             for row in rows
             if row.get("turn_advantages") is not None
         ),
-        **{name: rows[0][name] for name in GROUP},
+        **{column.name: rows[0][column.name] for column in OF_GROUP},
     )
 
 
-def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
+def _rollout(row: dict[str, Any], *, owner: int, has_arrays: bool) -> Rollout:
     prompt = json.loads(row["prompt"])
     # tools: missing in a file that an earlier release wrote
     prompt |= {name: tuple(prompt.get(name, ())) for name in ("messages", "token_ids", "tools")}
+    arrays = {column.name: row[column.name] for column in _arrays_of(row)}
     response = Response(
         prompt_index=prompt["index"],
         sample_index=row["sample_index"],
-        token_ids=row["token_ids"],
-        rollout_logprobs=row["rollout_logprobs"],
-        mask_ids=row.get("mask_ids", no_ids()),
-        mask_counts=row.get("mask_counts", no_ids()),
+        token_ids=arrays.pop("token_ids"),
+        rollout_logprobs=arrays.pop("rollout_logprobs"),
         text=row["text"],
         finish_reason=row["finish_reason"],
         weight_version=row["weight_version"],
@@ -179,7 +176,9 @@ def _rollout(row: dict[str, Any], *, owner: int) -> Rollout:
         restarts=tuple(row.get("restarts", ())),
         messages=tuple(json.loads(row.get("messages", "[]"))),
         owner=owner,
-    )
+    ).with_rows(arrays)
+    if not has_arrays:
+        response = response.without_arrays()
     return Rollout(Prompt(**prompt), response, GradeResult(**json.loads(row["verdict"])))
 
 

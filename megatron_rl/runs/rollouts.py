@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from megatron_rl.columns import Column
 from megatron_rl.errors import UserError
 from megatron_rl.runs.files import atomic_write
-from megatron_rl.types import REPLACES_HISTORY, Rollout
+from megatron_rl.types import REPLACES_HISTORY, Response, Rollout, columns_of
 
 SAMPLED, PLACE = "sampled", "place"
 PROMPT_TEXT = "prompt_text"  # decoded from prompt_token_ids; `prompt` is the text of a message
@@ -80,14 +81,18 @@ def build_rollout_table(rollouts: Sequence[Rollout]) -> pa.Table:
             "finish_reason": column(lambda r: r.response.finish_reason, pa.string()),
             "weight_version": column(lambda r: r.response.weight_version, pa.int64()),
             "weight_versions": column(_version_ranges, VERSIONS),
-            "token_ids": column(lambda r: r.response.token_ids, pa.list_(pa.int32())),
-            "rollout_logprobs": column(_engine_logprobs, pa.list_(pa.float32())),
         }
     )
-    if any(len(rollout.response.mask_counts) for rollout in rollouts):
-        for name in MASKS:
-            values = [getattr(rollout.response, name) for rollout in rollouts]
-            table = table.append_column(name, pa.array(values, pa.list_(pa.int32())))
+    for one in columns_of(rollout.response for rollout in rollouts):
+        rows = [_array(rollout.response, one) for rollout in rollouts]
+        has_rows = any(row is not None and len(row) for row in rows)
+        if one.in_rollout_files and one.by == "engine" and (has_rows or not one.optional):
+            if one.name in table.column_names:
+                raise UserError(
+                    f"{one.name} is another column of rollouts; rename that of the engine"
+                )
+            kind = pa.list_(pa.from_numpy_dtype(np.dtype(one.dtype)))
+            table = table.append_column(one.name, pa.array(rows, kind))
     if any(rollout.response.messages for rollout in rollouts):
         table = table.append_column(OBSERVED, column(_observed_ranges, RANGES))
         table = table.append_column(
@@ -140,9 +145,12 @@ def _version_ranges(rollout: Rollout) -> list[dict[str, int]]:
     return [{"token": token, "version": version} for token, version in rollout.response.versions]
 
 
-def _engine_logprobs(rollout: Rollout) -> np.ndarray | None:
-    response = rollout.response
-    return response.rollout_logprobs if response.has_engine_logprobs else None
+def _array(response: Response, column: Column) -> np.ndarray | None:
+    """Return a response's array; None for log-probs of the engine that are unknown."""
+    if column.name == "rollout_logprobs" and not response.has_engine_logprobs:
+        return None
+    row: np.ndarray | None = response.row(column.name)
+    return row
 
 
 Row = dict[str, Any]

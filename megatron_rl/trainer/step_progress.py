@@ -205,7 +205,6 @@ class SkippedUpdates:
                         batch.rollouts,
                         advantages=batch.advantages.flatten().tolist(),
                         turn_advantages=batch.turn_advantages,
-                        behavior_logprobs=batch.behavior_logprobs,
                         lag=batch.lag(step),
                         folder=self.directory.skipped_updates,
                     )

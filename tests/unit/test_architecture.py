@@ -16,9 +16,11 @@ MAX_FUNCTION_LINES = 60
 # `test_training_code_imports_no_app` checks that apart from this table.
 LAYERS = {
     "errors": set(),  # every package may import it
-    "types": set(),
+    "columns": set(),
+    "types": {"columns"},
     "texts": set(),
-    "messages": {"texts"},
+    "fields": set(),
+    "messages": {"texts", "fields"},
     "runtime": set(),
     "models": set(),
     "distributed": {"types", "runtime"},
@@ -28,24 +30,28 @@ LAYERS = {
     "workers": {"texts", "runtime"},
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
-    "data": {"types", "texts", "messages", "config", "runtime", "distributed", "rewards"},
+    "data": {
+        "types", "columns", "texts", "messages", "fields", "config", "runtime", "distributed",
+        "rewards",
+    },
     "resharding": {"types", "runtime", "config", "distributed", "models"},
     "actor": {
         "types", "runtime", "config", "distributed", "objectives", "models", "resharding", "data",
     },
     "engine": {
-        "types", "runtime", "config", "distributed", "models", "resharding", "data",
+        "types", "columns", "runtime", "config", "distributed", "models", "resharding", "data",
         "environments",
     },
-    "runs": {"types", "runtime", "config", "models", "data"},
+    "runs": {"types", "columns", "runtime", "config", "models", "data"},
     "telemetry": {"types", "runtime", "distributed", "config", "runs", "objectives"},
     "rollouts": {
-        "types", "runtime", "config", "distributed", "objectives", "advantages", "data", "rewards",
-        "models", "resharding", "actor", "engine", "telemetry", "runs", "messages",
+        "types", "columns", "runtime", "config", "distributed", "objectives", "advantages", "data",
+        "rewards", "models", "resharding", "actor", "engine", "telemetry", "runs", "messages",
         "environments", "workers",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
-                  "engine", "runs", "rewards", "rollouts", "environments", "workers"},
+                  "engine", "runs", "rewards", "rollouts", "environments", "workers",
+                  "messages"},
     "checkpoint_export": {
         "config", "telemetry", "models", "resharding", "actor", "preflight", "runs",
     },

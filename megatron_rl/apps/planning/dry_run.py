@@ -196,9 +196,10 @@ def _score_references(
 
 def _train_critic(config: Config, actor: MegatronActor, minibatch: Minibatch, meter: Meter) -> None:
     """Compute values and make one update of the critic, which sleeps afterwards like the actor."""
-    meter.begin("critic")
+    meter.begin("start")  # reading weights is no part of a step
     meter.category = "critic"
     critic = build_critic(config, actor)
+    meter.begin("critic")
     assert critic is not None and config.critic is not None, "the config has one"
     critic.wake_up()
     packs = minibatch.micro_batches

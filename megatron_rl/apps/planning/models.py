@@ -314,6 +314,7 @@ def write_config_json(shape: ModelShape, folder: Path) -> Path:
         values["layer_types"] = [kinds[flag] for flag in flags]
         if shape.local_layers.rotary_base is not None:
             values["rope_local_base_freq"] = shape.local_layers.rotary_base
+    values = {"dtype": "bfloat16"} | values  # as published models have
     architecture = ARCHITECTURES[shape.architecture]
     if "query_pre_attn_scalar" in architecture.defaults:
         scale = shape.softmax_scale

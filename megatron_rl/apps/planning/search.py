@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -55,6 +56,7 @@ from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
 MAX_SIZE = 16  # maximum tensor, pipeline and context parallel size
 MIN_TOKENS = 1024  # minimum tokens of a full pack on one rank
 MAX_ENGINE_SHARE = 0.9  # of a device's memory
+LARGEST_SHARE = 0.97  # of a device's memory, for a layout of the first rows
 MAX_DRY_RUNS = 96  # of one search: half a minute on two cores
 LARGER_PACKS = 2  # layouts on shared and on separate ranks for which larger packs are tried
 PHASES = ("rollout", "behavior", "train", "push", "offload")
@@ -152,6 +154,12 @@ class Option:
         rollout, behavior, train, push = (self.seconds[phase] for phase in PHASES[:4])
         return overlapped_seconds(rollout, behavior, train, push, batches=self.batches)
 
+    def order(self) -> tuple[bool, float]:
+        """Return what layouts are sorted by: those that nearly fill a device come last."""
+        own = ("rollout",) if self.layout.engine_ranks else ()  # an engine alone fills its device
+        shared = [part for phase, part in self.memory.items() if phase not in own]
+        return max(shared) > LARGEST_SHARE, self.step_seconds
+
 
 def overlapped_seconds(
     rollout: float, behavior: float, train: float, push: float, *, batches: int = 1
@@ -190,6 +198,7 @@ class Search:
     slower: int = 0  # layouts that a lower bound puts behind the options
     unmeasured: int = 0  # layouts left out by MAX_DRY_RUNS
     dry_runs: int = 0
+    is_interrupted: bool = False
 
 
 # Dry runs of shallow models
@@ -372,14 +381,14 @@ class DryRuns:
         if self._pool is None:
             context = multiprocessing.get_context("fork")  # shares what was imported
             self._pool = ProcessPoolExecutor(
-                self.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+                self.workers, mp_context=context, initializer=_begin_worker
             )
         return self._pool
 
     def close(self) -> None:
         """End the worker processes."""
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)
 
     def _file(self, probe: Probe) -> Path:
         assert self.folder is not None
@@ -389,6 +398,13 @@ class DryRuns:
         share = self.config.run.largest_expert_share
         key = json.dumps([code_digest(), source, values, share, asdict(probe)], sort_keys=True)
         return self.folder / f"{sha256(key.encode()).hexdigest()}.json"
+
+
+def _begin_worker() -> None:
+    """Use one thread; leave Ctrl-C to the process that has the results."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @lru_cache(maxsize=1)
@@ -477,7 +493,8 @@ class Planner:
     def engine_beside(self, layout: Layout, used: float) -> Engine:
         """Return the engine with what `used` bytes leave, in hundredths of a device."""
         room = self.device.memory
-        fraction = min(self.engine_share, math.floor(100 * (room - used) / room) / 100)
+        left = (1 if layout.engine_ranks else LARGEST_SHARE) * room - used
+        fraction = min(self.engine_share, math.floor(100 * left / room) / 100)
         return self.engine(layout, int(fraction * room))
 
     def cache_misfit(self, layout: Layout, engine: Engine, used: float) -> Rejection | None:
@@ -767,11 +784,53 @@ def search(
     fixed = {"engine_ranks": 0, **(fixed or {})}
     queue, rejected = _candidates(planner, devices, fixed)
     options: list[Option] = []
+    interrupted = False
+    try:
+        _measure_all(planner, dry_runs, fixed, queue, options, rejected, top=top, progress=progress)
+    except KeyboardInterrupt:
+        interrupted = True
+        progress("interrupted: what was measured so far follows")
+    is_complete = not queue or (not interrupted and _is_complete(options, queue[0][0], top))
+    left = len(queue)
+    options.sort(key=Option.order)
+    options, further = options[:top], options[top:]
+    first = [
+        option
+        for of_kind in (_is_shared, _is_split)
+        for option in list(filter(of_kind, options))[:LARGER_PACKS]
+    ]
+    if not interrupted:
+        rest = [option for option in options if option not in first]
+        try:
+            options = _with_larger_packs(planner, dry_runs, first, fixed) + rest
+        except KeyboardInterrupt:
+            interrupted = True
+            progress("interrupted: larger packs were not tried")
+    pushed = sorted(map(planner.with_push, options), key=Option.order)
+    return Search(
+        planner.shape, planner.device, devices, planner.workload, pushed + further, rejected,
+        slower=left if is_complete else 0, unmeasured=0 if is_complete else left,
+        dry_runs=len(dry_runs.done), is_interrupted=interrupted,
+    )  # fmt: skip
+
+
+def _measure_all(
+    planner: Planner,
+    dry_runs: DryRuns,
+    fixed: Fixed,
+    queue: Queue,
+    options: list[Option],
+    rejected: list[Rejection],
+    *,
+    top: int,
+    progress: Progress,
+) -> None:
+    """Move layouts from the queue to the options, by time, or to those that do not fit."""
     count, total = 0, len(queue)
     while queue and not _is_complete(options, queue[0][0], top) and count < MAX_DRY_RUNS:
         count += dry_runs.run(_next_probes(planner, queue, dry_runs))
         waiting: Queue = []
-        for bound, number, layout in queue:
+        for bound, number, layout in list(queue):
             found = _measure(planner, layout, dry_runs, fixed)
             if isinstance(found, Layout):
                 waiting.append((bound, number, found))
@@ -779,26 +838,10 @@ def search(
                 options.append(found)
             else:
                 rejected.append(found)
-        queue = sorted(waiting)
+        queue[:] = sorted(waiting)
         options.sort(key=lambda option: option.step_seconds)
         best = f"; fastest so far {options[0].step_seconds:.0f} s a step" if options else ""
         progress(f"{count} dry runs, {total - len(queue)} of {total} layouts{best}")
-    is_complete = not queue or _is_complete(options, queue[0][0], top)
-    left = len(queue)
-    options, further = options[:top], options[top:]
-    first = [
-        option
-        for of_kind in (_is_shared, _is_split)
-        for option in list(filter(of_kind, options))[:LARGER_PACKS]
-    ]
-    rest = [option for option in options if option not in first]
-    options = _with_larger_packs(planner, dry_runs, first, fixed) + rest
-    pushed = sorted(map(planner.with_push, options), key=lambda option: option.step_seconds)
-    return Search(
-        planner.shape, planner.device, devices, planner.workload, pushed + further, rejected,
-        slower=left if is_complete else 0, unmeasured=0 if is_complete else left,
-        dry_runs=len(dry_runs.done),
-    )  # fmt: skip
 
 
 def _is_split(option: Option) -> bool:

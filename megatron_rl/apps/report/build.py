@@ -8,9 +8,11 @@ import json
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_rl.apps.report.pictures import draw_pictures
@@ -40,7 +42,7 @@ from megatron_rl.apps.report.traces import (
     traced_steps,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import PHASES, TIMELINE, changed_releases, read_rows
+from megatron_rl.runs.files import PHASES, TIMELINE, atomic_write_text, changed_releases, read_rows
 
 MAX_TIMELINE_STEPS = 20
 NEARLY = 0.001  # seconds; a resumed run leaves a longer gap between two steps
@@ -118,6 +120,7 @@ def _describe(run: Run) -> dict[str, str]:
     date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written.stat().st_mtime))
     command = start.get("command") or f"megatron-rl train --config {run.folder / 'config.yaml'}"
     return {
+        "Progress": describe_progress(run),
         **({"Model": _short(model["path"])} if model.get("path") else {}),
         **({"Task": ", ".join(task)} if task else {}),
         "Started" if start else "Last written": start.get("time", date),
@@ -139,6 +142,32 @@ def _describe_releases(starts: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(parts)
 
 
+RECENT = 10  # steps whose mean time gives the remaining time
+
+
+def describe_progress(run: Run) -> str:
+    """Return how far a run is, and the time left at the pace of its last steps."""
+    done = max((row["step"] for row in run.rows), default=0)
+    total = (run.config.get("trainer") or {}).get("steps")
+    if not total or done > total:
+        return f"{done} steps"
+    text = f"step {done} of {total} ({done / total:.0%})"
+    seconds = [row["time/step"] for row in run.steps[-RECENT:] if row.get("time/step")]
+    if done < total and seconds:
+        left = timedelta(seconds=round((total - done) * fmean(seconds)))
+        text += f", {left} left at {fmean(seconds):.3g} s a step"
+    if done < total:
+        written = time.gmtime((run.folder / "metrics.jsonl").stat().st_mtime)
+        text += time.strftime("; last step written %Y-%m-%d %H:%M:%S UTC", written)
+    return text
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether all steps of a run are done."""
+    total = (run.config.get("trainer") or {}).get("steps")
+    return total is not None and max((row["step"] for row in run.rows), default=0) >= total
+
+
 def _short(path: str) -> str:
     """Return the last two parts of a path: a folder and its parent name a model or a file."""
     return "/".join(Path(path).parts[-2:])
@@ -148,9 +177,10 @@ SCRIPTS = ("uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life
 STYLES = ("uplot.css", "style.css")
 
 
-def render_page(data: Mapping[str, Any]) -> str:
+def render_page(data: Mapping[str, Any], *, reload: float | None = None) -> str:
     """Render the page for `data`, which may contain arbitrary text.
 
+    reload: seconds after which a browser reads the file again.
     A content security policy allows only these scripts, by their hashes, and no network requests.
     The data is base64 until the scripts unpack it and insert it as text nodes.
     """
@@ -167,6 +197,7 @@ def render_page(data: Mapping[str, Any]) -> str:
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
+            *([f'<meta http-equiv="refresh" content="{reload:g}">'] if reload else []),
             f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{html.escape(data['title'])}</title>",
@@ -252,11 +283,13 @@ def write_report(
     threshold: float | None = None,
     megabytes: float = 4.0,
     bundle: bool = False,
+    reload: float | None = None,
 ) -> list[Path]:
     """Write `report.html` and PNGs about the runs in these folders; return the written files.
 
     output: the output folder, by default the only path. threshold: reward of the time-to-reward
-    section. megabytes: maximum size of traced responses in the page. bundle: also write a zip with
+    section. reload: seconds after which browsers read the page again, which is written without
+    figures then. megabytes: maximum size of traced responses in it. bundle: also write a zip with
     the report and every run's metrics and config. Raises UserError if there is nothing to report.
     """
     runs = find_runs(paths)
@@ -272,7 +305,9 @@ def write_report(
         ) from error
     data = collect(groups, threshold=threshold, megabytes=megabytes)
     page = folder / REPORT
-    page.write_text(render_page(data), encoding="utf-8")
+    atomic_write_text(page, render_page(data, reload=reload))  # a browser may read it at any time
+    if reload is not None:
+        return [page]
     written = [page, *draw_pictures(data, folder)]
     if bundle:
         written.append(_bundle(folder / "report.zip", written, runs))

@@ -4,6 +4,7 @@ Tensors on the meta device stand for the device's: they have no values, so readi
 would wait on CUDA. Every copy to them is counted, and must go through `to_device`, which pins.
 """
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_rl.actor.packs import PackCache
 from megatron_rl.data.packing import build_pack
 from megatron_rl.distributed import collectives, sequence_layout
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.types import SamplingMask
 from tests.functional.test_actor_layouts import (
     freeze_behavior,
     make_model,
@@ -115,6 +117,23 @@ def test_advantage_is_that_of_all_sequences_of_a_response():
         local = PackCache(small_shape(), topology, dtype=torch.float32).prepare(batch)
         wanted = local.shard(batch.advantages_per_token())
         assert torch.equal(local.spread(batch.advantages), wanted)
+
+
+def test_replaced_parts_of_a_pack_are_prepared_anew():
+    """Scored with an old sampling mask, behavior and policy would still agree."""
+    rollouts, advantages = make_rollouts()
+    batch = build_pack(rollouts, advantages, indices=range(len(rollouts)), alignment=2)
+    counts = batch.response_mask.int()
+    ids = torch.arange(int(counts.sum()), dtype=torch.int32)
+    batch = replace(batch, sampling_mask=SamplingMask(ids, counts))
+    cache = PackCache(small_shape(), Topology.single(), dtype=torch.float32)
+    first = cache.prepare(batch)
+    assert cache.prepare(replace(batch, on_policy=True)) is first  # a value that is not prepared
+    other = cache.prepare(replace(batch, sampling_mask=SamplingMask(ids + 1, counts)))
+    assert torch.equal(other.sampling_mask.ids, first.sampling_mask.ids + 1)
+    parts = {"tokens": batch.tokens + 1, "labels": batch.labels.clone(), "sampling_mask": None}
+    for name, value in parts.items():
+        assert cache.prepare(replace(batch, **{name: value})) is not cache.prepare(batch), name
 
 
 def test_packs_share_position_tables_that_grow_with_longest_sequence():

@@ -4,6 +4,7 @@ Sequences have odd lengths; what follows them in their padding is random.
 """
 
 import functools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from megatron_rl.distributed import chunk_scan
 from megatron_rl.distributed import gated_delta as convolution
 from megatron_rl.distributed import gated_delta as delta
 from megatron_rl.distributed.sequence_layout import SequenceLayout
+from megatron_rl.engine import starting
 from tests.unit.distributed.four_ranks import all_results
 from tests.unit.objectives.mutate import mutated
 
@@ -220,3 +222,19 @@ def test_decays_of_any_strength_stay_finite():
 def test_block_size_follows_the_chunks(lengths, size):
     layout = SequenceLayout(lengths, torch.ones(sum(lengths)).bool())
     assert layout.once(delta._rule_blocks).rows.shape[1] == size
+
+
+def test_tokens_of_an_engine_on_a_cpu_follow_the_recurrence():
+    """They do not use the actor's rule, so that comparing both before the first step shows faults.
+
+    130 tokens after 5 that the rule has read at once, as an engine reads a prompt.
+    """
+    q, k, v, g, beta = (x[37 : 37 + 135] for x in inputs()[:5])
+    expected = recurrence(q, k, v, g, beta)
+    layout = SequenceLayout((5,), torch.ones(5, dtype=torch.bool))
+    _, states = delta.torch_rule(q[:5], k[:5], v[:5], g[:5], beta[:5], None, layout)
+    state = states[0]
+    with mock.patch.object(delta, "torch_rule", side_effect=AssertionError):
+        for at in range(5, 135):
+            out, state = starting.take_token(q[at], k[at], v[at], g[at], beta[at], state)
+            assert torch.allclose(out, expected[at], rtol=0, atol=1e-12)

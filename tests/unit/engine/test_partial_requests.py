@@ -6,7 +6,6 @@ import numpy as np
 
 from megatron_rl.engine.engine import RolloutWindow
 from megatron_rl.engine.partial_requests import assign_requests, merge_outputs
-from megatron_rl.engine.requests import Generated
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
 
@@ -21,8 +20,11 @@ def response(prompt, sample, length, reason, later=()):
 
 
 def generated(position, length, reason="unfinished", *, version):
-    tokens = np.arange(length, dtype=np.int32)
-    return Generated(position, tokens, tokens.astype(np.float32), reason, "", version=version)
+    """A position, and its response of one window to the prompts of `make_part`."""
+    tokens, (prompt, sample) = np.arange(length, dtype=np.int32), divmod(position % 2, 2)
+    return position, Response(
+        10 + prompt, sample, tokens, tokens.astype(np.float32), "", reason, version
+    )
 
 
 def test_assign_requests_returns_unfinished_responses_of_own_prompts():
@@ -43,7 +45,7 @@ def test_merge_outputs_adds_versions_and_keeps_finished_responses():
     parts = [make_part(1, seed=1, started=started), make_part(1, seed=2)]
     new = [generated(0, 4, "stop", version=5), generated(2, 1, version=5)]
     new += [generated(3, 4, version=3)]  # one ends with the adapters that it began with
-    (first, second) = merge_outputs(parts, new)
+    (first, second) = merge_outputs(parts, dict(new))
     assert first[0].versions == ((0, 3), (2, 5)) and first[0].finish_reason == "stop"
     assert first[1] is started[1]
     assert [merged.versions for merged in second] == [((0, 5),), ((0, 3),)]
@@ -53,13 +55,14 @@ def test_merge_outputs_adds_versions_and_keeps_finished_responses():
 def test_merge_outputs_without_new_version_or_tokens_adds_no_range():
     started = [response(10, 0, 2, "unfinished", ((1, 4),)), response(10, 1, 2, "unfinished")]
     new = [generated(0, 3, version=4), generated(1, 2, version=4)]
-    (same,) = merge_outputs([make_part(1, seed=1, started=started)], new)
+    (same,) = merge_outputs([make_part(1, seed=1, started=started)], dict(new))
     assert same[0].versions == ((0, 3), (1, 4))
     assert same[1].versions == ((0, 3),)
 
 
 def test_response_of_a_checkpoint_belongs_to_the_rank_that_continued_it():
     started = [response(10, 0, 2, "unfinished"), response(10, 1, 1, "stop")]
-    new = [replace(generated(0, 3, version=4), owner=1)]
-    ((continued, finished),) = merge_outputs([make_part(1, seed=1, started=started)], new)
+    place, new = generated(0, 3, version=4)
+    new = {place: replace(new, owner=1)}
+    ((continued, finished),) = merge_outputs([make_part(1, seed=1, started=started)], dict(new))
     assert continued.owner == 1 and finished.owner == -1  # every rank has the finished one

@@ -5,17 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_rl.columns import ARRAYS
 from megatron_rl.data import token_rows
-from megatron_rl.engine.requests import Generated, gather_responses
-from megatron_rl.types import TOKEN_COLUMNS, GradeResult, RemoteRow
+from megatron_rl.data.token_rows import share_responses
+from megatron_rl.types import GradeResult, RemoteRow, Response
 from tests.ranks import run_ranks
 
 
-def _response(position: int, owner: int = -1) -> Generated:
+def _response(position: int, owner: int = -1) -> Response:
     # Ragged lengths, an empty response, a text with characters of one to four bytes.
     count = position % 4
-    one = Generated(
-        position=position,
+    one = Response(
+        prompt_index=position,
+        sample_index=0,
+        weight_version=3,
         token_ids=np.arange(count, dtype=np.int32) + 151_000 + position,
         rollout_logprobs=-0.5 * np.arange(position, position + count, dtype=np.float32),
         finish_reason="stop" if position % 2 else "length",
@@ -31,6 +34,9 @@ def _conversation(position: int) -> dict:
         "rollout_logprobs": np.array([-1.0, -2.0], np.float32),
         "mask_ids": np.arange(3 + position, dtype=np.int32),
         "mask_counts": np.array([2, 1 + position], np.int32),
+        # as after a restart, and a value that the package does not know
+        "behavior_logprobs": np.array([-1.5], np.float32) if position % 2 else None,
+        "further": {"advice": np.array([0.5, position], np.float32)},
         "routes": np.arange(5 * (position % 3), dtype=np.uint8),
         "observed": ((1, 1 + position % 2),),
         "restarts": (1,) * (position % 2),
@@ -39,15 +45,19 @@ def _conversation(position: int) -> dict:
     }
 
 
-def _plain(response: Generated) -> dict:
-    return {
-        key: value.tolist()
-        if isinstance(value, np.ndarray)
-        else f"{len(value)} tokens"
-        if isinstance(value, RemoteRow)
-        else value
-        for key, value in vars(response).items()
-    }
+def _plain(response: Response) -> dict:
+    def plain(value):
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        return f"{len(value)} tokens" if isinstance(value, RemoteRow) else value
+
+    return {key: plain(value) for key, value in vars(response).items()}
+
+
+def _all(found: dict[int, Response]) -> list[dict]:
+    return list(map(_plain, found.values()))
 
 
 OWNERS = {3: 1, 4: 0, 6: 1}  # of responses that are continued
@@ -60,12 +70,14 @@ def _gather(rank, world_size):
     for on_all_ranks in (True, False):
         for token_rows.PIECE_BYTES in PIECES:
             for total in (9, 0):
-                own = [_response(at) for at in range(total) if (0, 2)[at % 2] == rank]
-                found = gather_responses(list(reversed(own)), on_all_ranks=on_all_ranks)
-                gathered[on_all_ranks, token_rows.PIECE_BYTES, total] = list(map(_plain, found))
-    own = [_response(at) for at in range(9) if (0, 2)[at % 2] == rank]
-    found = gather_responses(own, on_all_ranks=False, owners=OWNERS)
-    gathered[False, "continued", 9] = list(map(_plain, found))
+                own = [at for at in reversed(range(total)) if (0, 2)[at % 2] == rank]
+                found = share_responses(
+                    {at: _response(at) for at in own}, on_all_ranks=on_all_ranks
+                )
+                assert list(found) == list(range(total))
+                gathered[on_all_ranks, token_rows.PIECE_BYTES, total] = _all(found)
+    own = {at: _response(at) for at in range(9) if (0, 2)[at % 2] == rank}
+    gathered[False, "continued", 9] = _all(share_responses(own, owners=OWNERS))
     return gathered
 
 
@@ -89,9 +101,12 @@ def test_only_rank_0_and_owner_have_tokens_and_texts(gathered):
             for position, response in enumerate(of_rank[False, piece, 9]):
                 owner = owners.get(position, (0, 2)[position % 2])
                 whole = _plain(_response(position, owner))
-                if rank != owner:  # no file contains routes, so rank 0 does not receive them
-                    whole["routes"] = f"{len(whole['routes'])} tokens"
-                if rank not in (0, owner):  # the ranges are known everywhere
-                    whole |= {name: f"{len(whole[name])} tokens" for name in TOKEN_COLUMNS}
+                # No file contains routes, so rank 0 does not receive them; ranges are everywhere.
+                remote = [one.name for one in ARRAYS if rank not in ((0, owner) if one.at_writer
+                          else (owner,)) and whole[one.name] is not None]  # fmt: skip
+                whole |= {name: f"{len(whole[name])} tokens" for name in remote}
+                if rank not in (0, owner):
                     whole |= {"text": "", "messages": (), "grade": None}
+                    whole["further"] = {name: f"{len(row)} tokens"
+                                        for name, row in whole["further"].items()}  # fmt: skip
                 assert response == whole

@@ -130,13 +130,13 @@ def splits_differ(seed):
             limits, finished, stop=StopCriterion((END,)), max_model_len=400,
         ).run(engine.run)  # fmt: skip
     assert len(responses) == len(prompts) * SAMPLES
-    for response in responses:
-        turns = engine.sampled[response.position]
+    for position, response in responses.items():
+        turns = engine.sampled[position]
         tokens, own = response.token_ids.tolist(), [token for turn in turns for token in turn]
         observed = {place for span in response.observed for place in range(*span)}
         assert [token for place, token in enumerate(tokens) if place not in observed] == own
         assert response.rollout_logprobs.tolist() == [-float(token) for token in own]
-        assert engine.expected[response.position] == [1, 2, *tokens]
+        assert engine.expected[position] == [1, 2, *tokens]
     return any(
         tokenizer(tokenizer.decode(turn), add_special_tokens=False)["input_ids"] != turn
         for turns in engine.sampled.values()

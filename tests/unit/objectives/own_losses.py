@@ -30,3 +30,8 @@ def mean(policy_logprobs, behavior_logprobs, advantages, mask, statistics):
 def four(policy_logprobs, behavior_logprobs, advantages, mask):
     """A loss without the last argument, which is rejected."""
     return -policy_logprobs * advantages
+
+
+def advised(policy_logprobs, behavior_logprobs, advantages, mask, statistics, advice):
+    """The score times a value of each token that the package does not know."""
+    return -advice * policy_logprobs

@@ -116,7 +116,7 @@ def test_a_value_that_is_not_finite_is_a_fault():
     _, statistics = value_loss(
         values, values, values, clip=0.2, layout=layout, denominators=Denominators(1.0, 2.0)
     )
-    with pytest.raises(ValueError, match="critic's loss is nan"):
+    with pytest.raises(ValueError, match="critic's loss is not finite"):
         statistics.raise_on_faults()
 
 

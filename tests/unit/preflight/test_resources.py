@@ -5,9 +5,11 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.resources import check_disk, describe_size
+from megatron_rl.preflight.resources import check_disk, describe_size, export_bytes_per_parameter
 from megatron_rl.runs.directory import RunDirectory
 from tests.unit.resharding.shapes import small_shape
 
@@ -116,3 +118,13 @@ def _product(size):
     for one in size:
         total *= one
     return total
+
+
+def test_exported_parameters_have_the_bytes_of_the_models_files(tmp_path):
+    """What `export` writes has their dtypes: half of the parameters in two bytes, half in four."""
+    assert export_bytes_per_parameter(tmp_path) == 4  # nothing is known
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    assert export_bytes_per_parameter(tmp_path) == 2
+    tensors = {"a": torch.zeros(6, dtype=torch.bfloat16), "b": torch.zeros(2, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert export_bytes_per_parameter(tmp_path) == 3

@@ -1,6 +1,7 @@
 """Rollouts from files: read as they were written, grouped, and refused with the row's name."""
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -65,8 +66,8 @@ def read_rollouts(settings):
     """All rollouts with their log-probs, after the check that rank 0 makes."""
     rollouts = OfflineRollouts.open(settings)
     rollouts.check()
-    scored = list(rollouts.read(range(int(rollouts.ends[-1]))))
-    return [rollout for rollout, _ in scored], [values for _, values in scored]
+    found = list(rollouts.read(range(int(rollouts.ends[-1]))))
+    return found, [rollout.response.behavior_logprobs for rollout in found]
 
 
 def groups_of(settings, slots, start, step, *, updates):
@@ -118,15 +119,15 @@ def test_rollouts_of_run_are_read_back_unchanged(tmp_path):
             mask_ids=np.array([7, 1, 8 + place, 0], np.int32),
             mask_counts=np.array([2, 1, 1], np.int32),
         )  # fmt: skip
+        logprobs.append(np.array([-0.1, -0.2, -0.3 - place], np.float32))
+        response = replace(response, behavior_logprobs=logprobs[-1])
         written.append(Rollout(prompt, response, GradeResult(float(place % 2), "equal", None)))
         advantages.append(0.5)
-        logprobs.append(np.array([-0.1, -0.2, -0.3 - place], np.float32))
     for step in (1, 2):
         directory.write_rollouts(
             step,
             written,
             advantages=advantages,
-            behavior_logprobs=logprobs,
             sampled=[False, False, True, True],
         )
     assert describe_thinned(config(tmp_path / "run")) == ""
@@ -157,11 +158,10 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
         0, 0, np.array([7, 50, 51, 8, 0], np.int32), np.full(3, -0.3, np.float32), "last", "stop",
         4, observed=((1, 3),), restarts=(1,), messages=({"role": "assistant", "content": "a"},),
     )  # fmt: skip
-    rollout = Rollout(prompt, response, GradeResult(1.0, "", None, turn_rewards=[0.9, 0.1]))
     logprobs = np.array([-0.1, -0.2, -0.3], np.float32)
-    directory.write_rollouts(
-        1, [rollout] * 2, advantages=[0.5] * 2, behavior_logprobs=[logprobs] * 2
-    )
+    response = replace(response, behavior_logprobs=logprobs)
+    rollout = Rollout(prompt, response, GradeResult(1.0, "", None, turn_rewards=[0.9, 0.1]))
+    directory.write_rollouts(1, [rollout] * 2, advantages=[0.5] * 2)
     rollouts, found = read_rollouts(config(tmp_path / "run"))
     again = rollouts[0].response
     for name in ("observed", "restarts", "messages"):
@@ -261,9 +261,7 @@ def test_log_probs_without_engine_are_missing_not_zero(tmp_path):
     assert "lag/versions_mean" not in LagClock(1, updates=0).metrics(groups, groups)
     directory = RunDirectory(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    directory.write_rollouts(
-        1, batch.rollouts, advantages=[0.0] * 4, behavior_logprobs=batch.behavior_logprobs
-    )
+    directory.write_rollouts(1, batch.rollouts, advantages=[0.0] * 4)
     written = pq.read_table(directory.rollouts / "step_000001.parquet")
     assert written["rollout_logprobs"].null_count == 4
 
@@ -364,7 +362,7 @@ def test_rows_are_found_across_blocks_and_files(tmp_path):
         _rows_of_many(tmp_path / f"{name}.parquet", 150, tokens=2)
     rollouts = OfflineRollouts.open(config(tmp_path))
     places = [0, 1, 63, 64, 149, 150, 151, 299]
-    found = [rollout.grade_result.reward for rollout, _ in rollouts.read(places)]
+    found = [rollout.grade_result.reward for rollout in rollouts.read(places)]
     assert found == [float(place % 150 % 7) for place in places]
 
 

@@ -17,7 +17,7 @@ from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.types import (
-    TOKEN_COLUMNS,
+    ARRAY_NAMES,
     GradeResult,
     Prompt,
     PromptGroup,
@@ -57,6 +57,7 @@ def _group(place: int, *, rank: int, spread: bool) -> PromptGroup:
                     place, sample, tokens if here else remote_row(length),
                     logprobs if here else remote_row(length), "text" if here else "", "stop",
                     place % 2, owner=owner if spread else -1,
+                    further={"advice": logprobs - sample if here else remote_row(length)},
                 ),
                 GradeResult(float(sample % 2), "equal", None),
             )
@@ -65,7 +66,7 @@ def _group(place: int, *, rank: int, spread: bool) -> PromptGroup:
         slot=PromptSlot(1, place), rollouts=tuple(rollouts),
         # The advantages of some groups are 0: they are in no pack.
         advantages=np.float32([1, -1, 1, -1]) * (place % 4 > 0),
-        behavior_logprobs=(None,) * SIZE, entropy=0.0, generated_at_step=1, updates=0,
+        entropy=0.0, generated_at_step=1, updates=0,
     )  # fmt: skip
 
 
@@ -107,7 +108,11 @@ def _group_of(rank: int):
 def _plain(batch) -> list:
     return [
         {
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            name: value.tolist()
+            if isinstance(value, torch.Tensor)
+            else {key: each.tolist() for key, each in value.items()}
+            if name == "further"
+            else value
             for name, value in vars(pack).items()
         }
         for pack in batch.packs
@@ -119,8 +124,8 @@ def _kept(groups) -> int:
     rows = [
         row
         for group in groups
-        for rollout, behavior in zip(group.rollouts, group.behavior_logprobs, strict=True)
-        for row in (*(getattr(rollout.response, name) for name in TOKEN_COLUMNS), behavior)
+        for rollout in group.rollouts
+        for row in (rollout.response.row(name) for name in (*ARRAY_NAMES, "advice"))
     ]
     return sum(len(row) for row in rows if is_local(row))
 
@@ -145,6 +150,7 @@ def test_packs_are_bit_identical_for_any_token_placement(tmp_path):
     for rank, (whole, spread, received) in enumerate(results):
         assert spread[:4] == whole[:4]
         assert any(pack["behavior_logprobs"] for pack in spread[1])
+        assert all(pack["further"]["advice"] for each in spread[:4] for pack in each)
         assert any(pack["classes"] for pack in spread[1])  # of two weight versions
         everything = whole[4]
         if rank == 0:
@@ -153,8 +159,8 @@ def test_packs_are_bit_identical_for_any_token_placement(tmp_path):
         else:
             assert 0.15 * everything < spread[4] < 0.35 * everything  # a quarter
             assert 0.15 * everything < spread[5] < 0.35 * everything
-            # Four batches were packed, each half of it here; two to three columns of 4 bytes.
-            assert 0 < received < 4 * 4 * 0.6 * everything
+            # Four batches were packed, each half of it here; three to four columns of 4 bytes.
+            assert 0 < received < 5 * 4 * 0.6 * everything
     # Replicas train different rollouts, and all of them together.
     indices = [
         {i for pack in spread[0] for i in pack["rollout_indices"]} for _, spread, _ in results

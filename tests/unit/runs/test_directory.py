@@ -272,9 +272,7 @@ def test_rewind_equals_uninterrupted_run(tmp_path):
     log.open(first_step=0)
     for step in range(4):
         log.append({"step": step, "loss": float("nan") if step == 1 else step})
-        directory.write_rollouts(
-            step, [build_rollout()], advantages=[0.5], behavior_logprobs=[np.array([-0.5, -0.2])]
-        )
+        directory.write_rollouts(step, [build_rollout()], advantages=[0.5])
     with log.file.open("a") as file:
         file.write('{"step": 4, "lo')  # killed while appending
     directory.write_evaluation("held_out", 3, [build_rollout()])
@@ -288,9 +286,9 @@ def test_rewind_equals_uninterrupted_run(tmp_path):
 def test_rollouts_contain_everything_studies_need(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create(build_config())
-    directory.write_rollouts(
-        7, [build_rollout()], advantages=[0.5], behavior_logprobs=[np.array([-0.5, -0.25])]
-    )
+    rollout = build_rollout()
+    response = dataclasses.replace(rollout.response, behavior_logprobs=np.array([-0.5, -0.25]))
+    directory.write_rollouts(7, [dataclasses.replace(rollout, response=response)], advantages=[0.5])
     row = pq.read_table(directory.rollouts / "step_000007.parquet").to_pylist()[0]
     assert "rewards" not in row
     assert row["behavior_logprobs"] == row["rollout_logprobs"] == [-0.5, -0.25]
@@ -308,7 +306,6 @@ def test_named_rewards_are_stored_with_their_sum(tmp_path):
         1,
         [dataclasses.replace(rollout, grade_result=grade_result) for grade_result in grade_results],
         advantages=[0.5, 0.5],
-        behavior_logprobs=[None, None],
     )
     table = pq.read_table(directory.rollouts / "step_000001.parquet")
     assert table["rewards"].to_pylist() == [named, None]  # the second was not graded
@@ -328,7 +325,7 @@ def test_odd_characters_do_not_break_recording(tmp_path):
     rollout = Rollout(prompt, response, GradeResult(reward, reason, answer))
     directory = RunDirectory(tmp_path / "run")
     directory.create(build_config())
-    directory.write_rollouts(1, [rollout], advantages=[0.5], behavior_logprobs=[None])
+    directory.write_rollouts(1, [rollout], advantages=[0.5])
     directory.write_evaluation("held", 1, [rollout])
     (kept,) = pq.read_table(directory.rollouts / "step_000001.parquet").to_pylist()
     assert (kept["prompt"], kept["ground_truth"], kept["data_source"]) == ("cut ?", "7?", "?")

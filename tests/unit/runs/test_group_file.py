@@ -39,12 +39,16 @@ def make_group(step=2, *, rng=None, conversation=False):
         graded = dataclasses.replace(rollouts[1].grade_result, turn_rewards=[1 / 3, 0.0, 0.0])
         last = dataclasses.replace(rollouts[1], response=answer, grade_result=graded)
         rollouts = (rollouts[0], last)
+    behavior, advice = (rng.standard_normal(3).astype(np.float32) for _ in range(2))
+    first = dataclasses.replace(
+        rollouts[0].response, behavior_logprobs=behavior, further={"advice": advice}
+    )
+    rollouts = (dataclasses.replace(rollouts[0], response=first), rollouts[1])
     by_turn = tuple(rng.standard_normal(one.response.turns) for one in rollouts)
     return PromptGroup(
         slot=PromptSlot(step, 1),
         rollouts=rollouts,
         advantages=rng.standard_normal(2).astype(np.float32),
-        behavior_logprobs=(rng.standard_normal(3).astype(np.float32), None),
         entropy=1 / 3,
         generated_at_step=1,
         updates=12,
@@ -61,6 +65,8 @@ def plain(value):
         return {name: plain(getattr(value, name)) for name in fields}
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.tobytes()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
         return type(value).__name__, [plain(each) for each in value]
     return value
@@ -83,7 +89,8 @@ def test_groups_of_earlier_release_have_one_turn(tmp_path):
 
 
 def test_missing_values_stay_missing(tmp_path):
-    group = dataclasses.replace(make_group(), behavior_logprobs=(None, None), entropy=math.nan)
+    group = dataclasses.replace(make_group(), entropy=math.nan)
+    group = group.with_column("behavior_logprobs", [None, None])
     write_groups(tmp_path / "buffer.parquet", [group])
     (read,) = read_groups(tmp_path / "buffer.parquet")
     assert read.behavior_logprobs == (None, None) and math.isnan(read.entropy)

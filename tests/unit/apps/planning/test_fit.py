@@ -222,7 +222,7 @@ def test_mixture_of_experts_is_first_divided_by_expert(tmp_path):
         (run,) = fit.find_lacking(each, processes=4, device_bytes=DEVICE)[1]
         needed.append(fit.moments(each, run, DEVICE)[0].needed)
     assert needed[0] < needed[1]
-    training = fit.Moment(fit.TRAINING, needed[0], {"the actor's peak": needed[1]})
+    training = fit.MemoryPhase(fit.TRAINING, needed[0], {"the actor's peak": needed[1]})
     assert next(fit.candidates(config, training, processes=4)) == {"parallel.expert": 4}
 
 
@@ -289,7 +289,7 @@ def test_command_accepts_built_in_name_and_prints_whether_it_fits(tmp_path, caps
 
 
 def test_summary_without_device_has_needed_memory():
-    peak = fit.Moment(fit.TRAINING, None, {"the actor's peak": 3 * 2**30})
+    peak = fit.MemoryPhase(fit.TRAINING, None, {"the actor's peak": 3 * 2**30})
     assert fit.summarize_fit([peak]) == (
         "peak 3.0 GiB, in training; --fit GIB compares it with a device"
     )

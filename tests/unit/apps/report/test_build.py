@@ -4,15 +4,26 @@ import base64
 import gzip
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.apps.report.build import CURVES, _curves, collect, describe_runs, pack, render_page
+from megatron_rl.apps.report.build import (
+    CURVES,
+    _curves,
+    collect,
+    describe_progress,
+    describe_runs,
+    is_finished,
+    pack,
+    render_page,
+)
 from megatron_rl.apps.report.pictures import draw_pictures
 from megatron_rl.apps.report.runs import find_runs, group_runs
+from megatron_rl.cli import main
 from tests.made_runs import HOSTILE, make_run
 
 SETTINGS = {
@@ -36,13 +47,53 @@ def describe(folder):
 def test_one_run_is_described_by_its_config_and_first_start(tmp_path):
     start(make_run(tmp_path / "run", steps=1, traced=0, **SETTINGS), "megatron-rl train --config a")
     task = "prompts of gsm8k/train.parquet, graded by my_rewards:grade, held-out sets aime, math500"
-    assert describe(tmp_path) == {
+    found = describe(tmp_path)
+    assert found.pop("Progress")[1] == 0
+    assert found == {
         "Model": (["models/Qwen2.5-1.5B"], 0),
         "Task": ([task], 0),
         "Started": (["2026-11-25 01:00 UTC"], 0),
         "Version": (["megatron_rl 0.1.5"], 0),
         "Command": (["megatron-rl train --config a"], 0),
     }
+
+
+def test_progress_has_the_time_left_at_the_pace_of_the_last_steps(tmp_path):
+    run = make_run(tmp_path / "run", steps=12, traced=0, **(SETTINGS | {"trainer": {"steps": 20}}))
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    last = rows[-1]["step"]
+    for row in rows:  # the first steps were slow; 10 of 4 s count
+        row["time/step"] = 4.0 if row["step"] > last - 10 else 1000.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = find_runs([run])
+    left = 4 * (20 - last)
+    text = f"step {last} of 20 ({last / 20:.0%}), 0:00:{left:02} left at 4 s a step; last step"
+    assert describe_progress(found).startswith(text) and not is_finished(found)
+    found.config["trainer"]["steps"] = last
+    assert describe_progress(found) == f"step {last} of {last} (100%)" and is_finished(found)
+    found.config["trainer"]["steps"] = None
+    assert describe_progress(found) == f"{last} steps" and not is_finished(found)
+
+
+def test_page_that_is_watched_is_read_again_until_the_run_is_finished(
+    tmp_path, monkeypatch, capsys
+):
+    run = make_run(tmp_path / "run", steps=2, traced=0, **(SETTINGS | {"trainer": {"steps": 9}}))
+    pages = []
+
+    def sleep(seconds):
+        pages.append((run / "report.html").read_text())
+        if len(pages) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--watch", "5", "--megabytes", "0"])
+    assert ended.value.code == 0 and str(run / "report.html") in capsys.readouterr().out
+    refresh = '<meta http-equiv="refresh" content="5">'
+    assert all(refresh in page for page in pages)
+    assert refresh not in (run / "report.html").read_text() and list(run.glob("*.png"))
 
 
 def test_mixed_sets_environments_and_runs_of_earlier_releases(tmp_path):
