@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError
+from megatron_rl.fields import find_choices, is_media
 from megatron_rl.texts import clean
 
 Message = dict[str, Any]
@@ -21,8 +22,6 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }  # fmt: skip
 TOOLS = "tools"  # the default name of their column
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns, and keys of a message
-_CHOICES = ("choices", "options")  # columns
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # A list of messages that was written as a text, by json.dumps or, wrongly, by str.
 _WRITTEN_LIST = re.compile(r"\s*\[\s*\{")
@@ -111,7 +110,14 @@ def parse_tools(
     return tuple(tools)
 
 
-def refuse_left_out(row: Mapping[str, Any], *, prompt: str, messages: Sequence[Message]) -> None:
+def refuse_left_out(
+    row: Mapping[str, Any],
+    *,
+    prompt: str,
+    messages: Sequence[Message],
+    truth: str | None = None,
+    used: Sequence[str] = (),
+) -> None:
     """Raise UserError for a column that published formats add to the prompt, if it lacks its text.
 
     prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` beside
@@ -119,13 +125,8 @@ def refuse_left_out(row: Mapping[str, Any], *, prompt: str, messages: Sequence[M
     """
     text = "\n".join(message["content"] for message in messages)
     cure = "write it into the prompt, or rename the column if the prompt is to be without it"
-    for name in _CHOICES:
-        choices = row.get(name)
-        choices = choices.get("text") if isinstance(choices, dict) else choices
-        choices = choices if isinstance(choices, list | tuple) else []
-        texts = [one for one in choices if isinstance(one, str) and one.strip()]
-        if texts and not any(one.strip() in text for one in texts):
-            raise UserError(f"the prompt lacks the texts of the column {name}; {cure}")
+    if names := find_choices(row, text, truth=truth, skip=(prompt, *used)):
+        raise UserError(f"the prompt lacks the texts of the column {names}; {cure}")
     given = row.get("input")
     if prompt == "instruction" and isinstance(given, str) and given.strip() not in text:
         raise UserError(f"the prompt lacks the text of the column input; {cure}")
@@ -136,6 +137,18 @@ def refuse_left_out(row: Mapping[str, Any], *, prompt: str, messages: Sequence[M
         )
     if prompt == "messages" and row.get("functions") and not row.get(TOOLS):
         raise UserError("has functions, OpenAI's older name of tools; rename the column to tools")
+
+
+def unread_keys(message: Message, template: str) -> list[str]:
+    """Return the keys of a message that a chat template does not mention."""
+    read = ("role", "content", "tool_calls")
+    return [
+        key
+        for key, value in message.items()
+        if key not in read
+        and value not in (None, "", [], {})
+        and not re.search(rf"\b{re.escape(key)}\b", template)
+    ]
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
@@ -178,7 +191,7 @@ def parse_message(message: Any) -> Message:
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message)
-    if media := [key for key in MEDIA if message.get(key)]:
+    if media := [key for key in message if key != "content" and is_media(key, message[key])]:
         raise UserError(f"has the key {media[0]}; models here read text only")
     role = "tool" if message.get("role") == "function" else message.get("role")
     if role not in ROLES:
@@ -194,6 +207,12 @@ def parse_message(message: Any) -> Message:
     parsed = {"role": role, "content": _parse_content(message, has_calls=bool(calls))}
     known = (*parsed, "tool_calls", "function_call")
     others = {key: one for key, one in message.items() if key not in known}
+    for part in message["content"] if isinstance(message.get("content"), list | tuple) else ():
+        others |= {
+            f"content.{key}": one
+            for key, one in part.items()
+            if key not in ("type", "text") and one not in (None, "", [], {})
+        }
     if calls:
         others["tool_calls"] = [_parse_call(call) for call in calls]
     return parsed | (_as_json(others) if others else {})
@@ -256,8 +275,9 @@ def _from_sharegpt(message: Message) -> Message:
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str) or not arguments.strip():
+        function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
     return call | {"function": function}
 
 

@@ -10,10 +10,12 @@
 #   MEGATRON_RL_UNLOCKED=1 bash tools/setup_env.sh
 #                                      the newest supported releases instead of those of requirements/
 #
-# Needs Python 3.11 or later and a C++ compiler. A machine with an NVIDIA GPU (nvidia-smi answers)
-# gets the CUDA builds, any other the CPU builds. Releases and hashes are those of the lock in
-# requirements/ for this Python, if there is one (tools/lock.py). A second run takes a second if nothing
-# has changed; it starts over if the inputs of the environment have changed.
+# Needs Python 3.11, 3.12 or 3.13 and an index for pip, such as PyPI. A machine with an NVIDIA GPU
+# (nvidia-smi answers) gets the CUDA builds and needs a C++ compiler; any other gets the CPU builds.
+# Where no index has the CPU build of torch, its CUDA build does the same work. Releases and hashes
+# are those of the lock in requirements/ for this Python, if there is one (tools/lock.py). A second
+# run takes a second if nothing has changed; it starts over if the inputs of the environment have
+# changed.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,6 +29,9 @@ LOG=$VENV/setup.log
 STAMP=$VENV/megatron_rl.stamp
 HINT= # of a failed step
 CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_LOCK=$ROOT/requirements/torch-cuda-for-cpu.txt
+TORCH_BUILD=+cpu # empty: the CUDA build, on a machine without a GPU
+LEFT_OUT=() # packages that are not installed, though the lock or a list has them
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: ERROR: $*" >&2; exit 1; }
@@ -105,12 +110,12 @@ PYTHON
 }
 
 # Find an index with the CPU build of torch: sets TORCH_FROM to a description and TORCH_INDEX to pip's
-# options for it.
+# options for it. Without one TORCH_BUILD is emptied.
 find_torch_cpu() {
     local TORCH_CPU=${TORCH#torch==}
     # pip's own index, or a mirror or folder that pip is configured with, may have the CPU build.
     # By default it has only the CUDA build, of several gigabytes.
-    local version="$TORCH_CPU+cpu" versions
+    local version="$TORCH_CPU+cpu" versions reason
     TORCH_INDEX=()
     if [[ -n $BUNDLE ]]; then
         TORCH_FROM="the bundle"
@@ -125,16 +130,41 @@ find_torch_cpu() {
         TORCH_FROM=$CPU_INDEX
         TORCH_INDEX=(--extra-index-url "$CPU_INDEX")
     elif [[ -n $versions ]]; then
-        fail "pip's index has no CPU build of torch $TORCH_CPU, and $CPU_INDEX cannot be reached;" \
-            "allow that address, or give pip a folder that holds the wheel (PIP_FIND_LINKS)"
+        reason="pip's index has no CPU build of torch $TORCH_CPU, and $CPU_INDEX cannot be reached"
+        grep -qE "[ (]${TORCH_CPU//./\\.}(,|\)|$)" <<<"$versions" || fail "$reason; nor has it another" \
+            "build; allow that address, or give pip a folder that holds the wheel (PIP_FIND_LINKS)"
+        say "$reason: its CUDA build is installed, which needs no GPU and does the same:" \
+            "$(sed -n 's/^# Download: //p' "$TORCH_LOCK") to download, 4 GB on the disk"
+        TORCH_FROM="pip's index"
+        TORCH_BUILD=
     else
         fail "neither pip's index nor $CPU_INDEX can be reached; check the network, the proxy," \
             "or pip's settings (pip config list)"
     fi
 }
 
+# The CUDA build of torch, for a machine without a GPU.
+install_torch_cuda() {
+    local wanted=(--no-deps --require-hashes -r "$TORCH_LOCK")
+    [[ -z ${MEGATRON_RL_UNLOCKED:-} && $(uname -sm) == "Linux x86_64" ]] || wanted=("$TORCH")
+    step "the CUDA build of torch, from $TORCH_FROM" install "${wanted[@]}"
+}
+
+# What vLLM requires apart from torch, whose CPU build its metadata name.
+requirements_of_vllm() {
+    (cd "$ROOT" && "$VENV/bin/python" -m megatron_rl.runtime.versions requirements "${VLLM%%[=<>]*}")
+}
+
 install_engines_cpu() {
+    local wanted
     find_torch_cpu
+    if [[ -z $TORCH_BUILD ]]; then
+        install_torch_cuda
+        step "$VLLM, without a check of what it requires" install --no-deps "$VLLM"
+        mapfile -t wanted < <(requirements_of_vllm)
+        step "what $VLLM requires" install "$TORCH" "${wanted[@]}"
+        return
+    fi
     step "$TORCH+cpu from $TORCH_FROM" install "$TORCH+cpu" "${TORCH_INDEX[@]}"
     step "$VLLM for CPU" install "$VLLM" "$TORCH+cpu"
     # vLLM's dependencies install CUDA builds of these, which transformers fails to import.
@@ -175,8 +205,10 @@ install_requirements() {
 
 # Optional packages: without them their tests are skipped. Installed packages are not changed.
 install_optional() {
-    local wanted
-    mapfile -t wanted < <(requirements DATA; requirements REASONING_GYM; requirements GGUF)
+    local wanted not_these
+    not_these="^($(IFS='|' && echo "${LEFT_OUT[*]}"))([^[:alnum:]-]|$)"
+    mapfile -t wanted < <({ requirements DATA; requirements REASONING_GYM; requirements GGUF; } |
+        grep -vE "$not_these")
     pip freeze --exclude-editable >"$VENV/installed.txt"
     timed "${wanted[*]}" install --constraint "$VENV/installed.txt" "${wanted[@]}" ||
         say "not available here; see setup.log. Everything else works"
@@ -185,16 +217,22 @@ install_optional() {
 # Install exactly the releases of $LOCK; $1: kind. Wheels of a bundle may be reduced, which changes
 # their hashes: its join.sh has compared its own sums.
 install_locked() {
-    local releases="the releases of requirements/${LOCK##*/}" from="pip's index"
+    local releases="the releases of requirements/${LOCK##*/}" from="pip's index" names
     TORCH_INDEX=()
     if [[ $1 == cpu ]]; then find_torch_cpu; from="pip's index, torch from $TORCH_FROM"; else check_index; fi
     HINT="; to take the newest supported releases instead: MEGATRON_RL_UNLOCKED=1 bash tools/setup_env.sh"
+    if [[ -z $TORCH_BUILD ]]; then
+        install_torch_cuda
+        LEFT_OUT+=(torch)
+    fi
+    names=$(IFS='|' && echo "${LEFT_OUT[*]}")
+    awk -v names="^($names)==" '/^[^ #]/ { skip = $0 ~ names } !skip' "$LOCK" >"$VENV/releases.txt"
     if [[ -n $BUNDLE ]]; then
-        sed -nE 's/^([^ #]+==[^ ]+).*/\1/p' "$LOCK" >"$VENV/releases.txt"
+        sed -i -nE 's/^([^ #]+==[^ ]+).*/\1/p' "$VENV/releases.txt"
         step "$releases, from the bundle" install --no-deps --ignore-requires-python -r "$VENV/releases.txt"
     else
-        step "$releases, from $from" \
-            install --no-deps --ignore-requires-python --require-hashes -r "$LOCK" "${TORCH_INDEX[@]}"
+        step "$releases, from $from" install --no-deps --ignore-requires-python --require-hashes \
+            -r "$VENV/releases.txt" "${TORCH_INDEX[@]}"
     fi
     HINT=
 }
@@ -260,6 +298,17 @@ refuse_other_clone() {
             "name another folder there; or delete $VENV first, if $other no longer needs it"
 }
 
+has_compiler() { command -v gcc || command -v clang || command -v cc; } >/dev/null 2>&1
+
+# $1: kind. Of what is installed only reasoning-gym's pycosat has no wheels; a bundle has one.
+without_compiler() {
+    [[ $1 != cuda ]] || fail "a C compiler is needed, for Triton's kernels, and none was found;" \
+        "for example apt-get install g++"
+    [[ $1 == cpu && -z $BUNDLE ]] || return 0
+    LEFT_OUT=(reasoning-gym pycosat)
+    say "no C compiler (gcc, clang or cc): without reasoning-gym, which needs one; all else works"
+}
+
 main() {
     local start=$SECONDS python kind version fingerprint
     if [[ ${1:-} == --launcher ]]; then kind=launcher; elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
@@ -274,9 +323,7 @@ main() {
     python=$(find_python) || fail "Python 3.11, 3.12 or 3.13 is needed and none was found" \
         "(python3 is $(python3 --version 2>/dev/null || echo missing)); install one, for example" \
         "apt-get install python3.11 python3.11-venv"
-    [[ $kind == launcher ]] || command -v g++ >/dev/null 2>&1 || command -v clang++ >/dev/null 2>&1 ||
-        command -v c++ >/dev/null 2>&1 ||
-        fail "a C++ compiler is needed and none was found; for example apt-get install g++"
+    has_compiler || without_compiler "$kind"
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     say "Python $version, $kind; into $VENV, with details in setup.log there; two to six minutes, once"
     [[ $kind != launcher ]] || say "a second environment, because NeMo-Run and vLLM conflict"

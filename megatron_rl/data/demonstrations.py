@@ -8,14 +8,22 @@ of the same response, as an agent's replaced history does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.data.rendering import Chat, render, tokenize_messages
+from megatron_rl.data.text_tokens import (
+    hide_control_tokens,
+    puts_space,
+    tokenize_after,
+    tokenize_texts,
+)
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
-from megatron_rl.messages import Message
+from megatron_rl.fields import changes_training
+from megatron_rl.messages import Message, unread_keys
 from megatron_rl.rewards.thinking import ends_inside_thinking, has_end
 from megatron_rl.types import Demonstration
 
@@ -73,10 +81,12 @@ class ConversationTokenizer:
         places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
             places = places[-1:]
+        self._refuse_unread(messages, places)
         if places[0] == 0:
             raise UserError("begins with a message of the assistant, which has no prompt")
         if self.template == "raw":
             return WrittenConversation((), self._tokenize_raw(messages, places))
+        messages = hide_control_tokens(messages, self.tokenizer)
         turns, text = [], ""
         for place in places:
             prompt = self._write(messages[:place], tools)
@@ -86,21 +96,47 @@ class ConversationTokenizer:
             text = prompt + answer
         return WrittenConversation(tuple(turns))
 
+    def _refuse_unread(self, messages: Sequence[Message], places: Sequence[int]) -> None:
+        """Raise UserError for a key of a trained message that would be left out of training."""
+        template = "" if self.template == "raw" else str(self.tokenizer.chat_template)
+        for place in places:
+            for key in unread_keys(messages[place], template):
+                if changes_training(key, value := messages[place][key]):
+                    raise UserError(
+                        f"message {place + 1} has {key}={value!r:.60}, which neither the chat "
+                        "template nor training reads; leave such messages out, write it into the "
+                        "content, or remove the key"
+                    )
+
     def join(self, written: Sequence[WrittenConversation]) -> list[tuple[list[int], Demonstration]]:
         """Return the prompt's tokens, and what follows them, of each conversation."""
+        if puts_space(self.tokenizer):
+            return [one.ready or _join_turns(self._tokenize_turns(one)) for one in written]
         texts = [text for one in written for *pair, _ in one.turns for text in pair]
-        ids = iter(self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+        ids = iter(tokenize_texts(texts, self.tokenizer))
         return [
             one.ready or _join_turns([(next(ids), next(ids), turn[2]) for turn in one.turns])
             for one in written
         ]
 
+    def _tokenize_turns(
+        self, written: WrittenConversation
+    ) -> list[tuple[list[int], list[int], bool]]:
+        """Return the turns in tokens, each text as it is where it follows those before it."""
+        turns, text, known = [], "", list[int]()
+        for *pair, continues in written.turns:
+            if not continues:
+                text, known = "", []
+            found = []
+            for piece in pair:
+                ids = tokenize_after(text, piece, self.tokenizer, ids=known)
+                text, known = text + piece, known + ids
+                found.append(ids)
+            turns.append((found[0], found[1], continues))
+        return turns
+
     def _write(self, messages: Sequence[Message], tools: Any, *, generate: bool = True) -> str:
         return render(messages, tools, self.tokenizer, arguments=self.arguments, generate=generate)
-
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _write_answer(
         self, messages: Sequence[Message], place: int, prompt: str, tools: Any
@@ -113,6 +149,10 @@ class ConversationTokenizer:
         content = message["content"].strip()
         whole = self._write(messages[: place + 1], tools, generate=False)
         body = whole.removeprefix(prompt)
+        if whole == body:  # a template may leave out or move a system message
+            last = messages[place - 1]["content"].strip()
+            begin = prompt[prompt.rfind(last) :] if last in prompt else prompt
+            body = whole.rpartition(begin)[2] if begin.removeprefix(last).strip() else whole
         if whole == body or content not in body:
             if message.get("tool_calls"):
                 raise UserError(
@@ -122,11 +162,10 @@ class ConversationTokenizer:
                 )
             return self._write_plainly(messages, place, prompt)
         ends = [self.tokenizer.decode([token]) for token in self.stop]
-        last = max((body.rfind(end) + len(end) for end in ends if end in body), default=0)
-        if not last or body[last:].strip():
-            body, last = body + self._end_of_text, len(body + self._end_of_text)
-        self._refuse_early_end(content, ends, place)
-        return body[:last]
+        self._refuse_early_end(content + json.dumps(message, ensure_ascii=False), ends, place)
+        behind = body.find(content) + len(content)  # generation stops at the first end
+        found = [body.find(end, behind) + len(end) for end in ends if end in body[behind:]]
+        return body[: min(found)] if found else body + self._end_of_text
 
     def _write_plainly(self, messages: Sequence[Message], place: int, prompt: str) -> str:
         """Return a message's text after the prompt, which may have opened its thinking."""
@@ -166,7 +205,8 @@ class ConversationTokenizer:
         )
         content = messages[-1]["content"]
         self._refuse_early_end(content, [self._end_of_text], places[-1])
-        answer = [*self._ids(content), self.tokenizer.eos_token_id]
+        text = "\n\n".join(message["content"] for message in messages[:-1])
+        answer = [*tokenize_after(text, content, self.tokenizer), self.tokenizer.eos_token_id]
         return prompt, Demonstration(tuple(answer))
 
 

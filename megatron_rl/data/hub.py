@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, Self
 
 from megatron_rl.errors import UserError
+from megatron_rl.fields import has_classes, with_class_names
 
 HUB = "hf:"
 _NAME = re.compile(
@@ -138,7 +139,7 @@ def read_hub(path: Path) -> Iterator[tuple[int, Any]]:
             f"{path} cannot be loaded: {error}; correct the name ({HUB}OWNER/NAME/CONFIG:SPLIT), "
             "or give a file"
         ) from error
-    yield from enumerate(found)
+    yield from _rows_of(found, library)
 
 
 def read_saved(path: Path) -> Iterator[tuple[int, Any]]:
@@ -155,7 +156,17 @@ def read_saved(path: Path) -> Iterator[tuple[int, Any]]:
         if "train" not in found:
             raise UserError(f"{path} has the splits {', '.join(found)}; give the folder of one")
         found = found["train"]
-    yield from enumerate(found)
+    yield from _rows_of(found, library)
+
+
+def _rows_of(found: Any, library: ModuleType) -> Iterator[tuple[int, Any]]:
+    """Yield rows with the names of classes, and with images and sounds as they are stored."""
+    for name, kind in found.features.items():
+        if type(kind).__name__ in ("Image", "Audio", "Video"):
+            found = found.cast_column(name, type(kind)(decode=False))
+    types = found.features.to_dict()
+    for number, row in enumerate(found):
+        yield number, with_class_names(row, types) if has_classes(types) else row
 
 
 def _datasets(path: Path) -> ModuleType:

@@ -9,8 +9,9 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -23,14 +24,19 @@ from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.rendering import tokenize_chats
 from megatron_rl.data.rows import (
     BAD_ROW_CURE,
+    CONVERSATIONS,
+    PROMPT,
+    SOURCE,
     PlainRow,
     Row,
     name_row,
     parse_row,
     read_rows,
 )
+from megatron_rl.data.text_tokens import find_control_token
 from megatron_rl.data.tokenizer import Template, check_raw, check_tokenizer
 from megatron_rl.errors import UserError
+from megatron_rl.messages import TOOLS, unread_keys
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Demonstration, Prompt
 
@@ -77,11 +83,17 @@ def read_prompts(
     check_tokenizer(tokenizer, template=template)
     if template == "raw":
         check_raw(tokenizer)
+    columns = columns or ColumnsSection()
     rows = read_distinct_rows(
-        path, columns or ColumnsSection(),
+        path, columns,
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
         conversations=conversations is not None,
     )  # fmt: skip
+    unread = _Unread(
+        tokenizer, columns, shown=dict(template_arguments or {}), is_raw=template == "raw",
+        conversations=conversations is not None,
+    )  # fmt: skip
+    rows = unread.count(rows)
     longer = _TooLong(max_prompt_tokens)
     if conversations is not None:
         yield from _read_conversations(rows, conversations, path=path, longer=longer)
@@ -92,6 +104,8 @@ def read_prompts(
         )  # fmt: skip
     if longer.count:
         echo(longer.refuse_or_describe(too_long, path=path))
+    for line in unread.describe(path):
+        echo(line)
 
 
 def _tokenize_prompts(
@@ -253,6 +267,71 @@ def _without_index(row: PlainRow, text: str) -> str:
         row = {name: value for name, value in row.items() if name not in index}
         return json.dumps(row, default=str)
     return text
+
+
+@dataclass
+class _Unread:
+    """Counts what rows and their messages have and nothing reads."""
+
+    tokenizer: Any
+    columns: ColumnsSection
+    shown: Mapping[str, Any]  # arguments of the chat template
+    is_raw: bool
+    conversations: bool
+    names: Counter[str] = field(default_factory=Counter)
+    keys: Counter[str] = field(default_factory=Counter)
+    controls: Counter[str] = field(default_factory=Counter)
+    without_tools: int = 0  # rows with calls
+
+    def count(self, rows: Iterator[tuple[int, Row, str]]) -> Iterator[tuple[int, Row, str]]:
+        """Yield the rows and count what is not read."""
+        given = self.columns
+        named = [given.prompt, given.source or SOURCE, given.tools or TOOLS, "system"]
+        named += (
+            [given.completion, *CONVERSATIONS, PROMPT] if self.conversations else [given.answer]
+        )
+        used = {part for name in named for part in (name, name.split(".")[0])}
+        template = "" if self.is_raw else str(self.tokenizer.chat_template)
+        for number, row, whole in rows:
+            values = json.loads(whole)
+            self.names.update(
+                name
+                for name, value in values.items()
+                if name not in used
+                and value not in (None, "", [], {})
+                and not _INDEX.fullmatch(name)
+            )
+            for message in row.messages:
+                self.keys.update(unread_keys(message, template))
+            if not self.is_raw and (token := find_control_token(row.messages, self.tokenizer)):
+                self.controls[token] += 1
+            calls = any(message.get("tool_calls") for message in row.messages)
+            self.without_tools += bool(calls and not row.tools and not self.shown.get("tools"))
+            yield number, row, whole
+
+    def describe(self, path: Path) -> Iterator[str]:
+        """Yield lines, at most one for each kind."""
+        parts = [
+            f"{what} {', '.join(f'{name} ({n})' for name, n in found.most_common(12))}"
+            for what, found in (("columns", self.names), ("keys of messages", self.keys))
+            if found
+        ]
+        if parts:
+            yield f"{path}: in no prompt, for so many rows: {', '.join(parts)}" + (
+                "" if self.conversations else "; a reward or environment may read columns"
+            )
+        if self.controls:
+            token, _ = self.controls.most_common(1)[0]
+            yield (
+                f"{path}: {sum(self.controls.values())} rows have control tokens as plain text "
+                f"({token}): tokenized as text"
+            )
+        if self.without_tools:
+            yield (
+                f"{path}: {self.without_tools} rows have tool calls and no tools, so their prompts "
+                "do not show any, as those of an environment of tools do; add a column tools, or "
+                "data.template_arguments={tools: [...]}"
+            )
 
 
 @dataclass

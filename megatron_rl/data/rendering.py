@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.data.rows import name_row
+from megatron_rl.data.text_tokens import hide_control_tokens, tokenize_after, tokenize_texts
 from megatron_rl.data.tokenizer import Template
 from megatron_rl.errors import UserError
 from megatron_rl.messages import Message, with_text_arguments
@@ -38,12 +39,12 @@ def tokenize_chats(
     template: Template,
     arguments: Mapping[str, Any],
 ) -> dict[int, list[int]]:
-    if template == "raw":
+    if template == "raw":  # a plain text gets what the tokenizer adds, and has control tokens
         texts = [_join(chat, name_row(path, number)) for number, chat in chats.items()]
+        found = tokenizer(texts)["input_ids"]
     else:
         texts = _apply_template(chats, tokenizer, path=path, arguments=arguments)
-    # A chat template writes special tokens itself; a plain text gets what the tokenizer adds.
-    found = tokenizer(texts, add_special_tokens=template == "raw")["input_ids"]
+        found = tokenize_texts(texts, tokenizer)
     token_ids = dict(zip(chats, found, strict=True))
     for index, ids in token_ids.items():
         if not ids:
@@ -70,7 +71,8 @@ def _apply_template(
     texts = []
     for number, (messages, tools) in chats.items():
         try:
-            texts.append(render(messages, tools, tokenizer, arguments=arguments))
+            hidden = hide_control_tokens(messages, tokenizer)
+            texts.append(render(hidden, tools, tokenizer, arguments=arguments))
         except UserError as error:
             raise UserError(f"{name_row(path, number)}: {error}") from error.__cause__
     return texts
@@ -86,7 +88,8 @@ def render(
 ) -> str:
     """Apply the chat template; raise UserError if it refuses a part of the prompt or leaves it out.
 
-    generate: with the generation prompt, by which the assistant's next message begins.
+    generate: with the generation prompt, by which the assistant's next message begins; without it,
+    some templates leave out messages before the last one, which is then no error.
 
     Most templates take the arguments of tool calls as objects, some as texts: those are tried next.
     """
@@ -112,7 +115,8 @@ def render(
             )
             problem.__cause__ = error
         else:
-            if (missing := _find_missing(messages, tools, text)) is None:
+            needed = messages if generate else messages[-1:]
+            if (missing := _find_missing(needed, tools if generate else (), text)) is None:
                 return str(text)
             problem = UserError(
                 f"the chat template leaves out {missing}; remove it from the rows, or repair the "
@@ -136,11 +140,12 @@ def _find_missing(
         if role != "assistant" and isinstance(content, str):
             plain = content.strip()
             written = json.dumps(plain, ensure_ascii=False)[1:-1]
-            start = 0 if role in ("system", "developer") else end
+            is_moved = role in ("system", "developer")
+            start = 0 if is_moved else end
             found = max(text.find(plain, start), text.find(written, start))
             if found < 0:
                 return f"message {place}, of role {role}"
-            end = max(end, found + len(plain)) if start == end else end
+            end = end if is_moved else found + len(plain)
         for call in message.get("tool_calls") or ():
             name = (call.get("function") or {}).get("name") or ""
             found = text.find(name, end)
@@ -192,7 +197,8 @@ class TurnRenderer:
         if self.template == "raw":
             text = "\n\n".join(message["content"] for message in observation)
         else:
-            text = self._after_turn(prompt, observation, tools)
+            hidden = hide_control_tokens(observation, self.tokenizer)
+            text = self._after_turn(prompt, hidden, tools)
         return self._tokenize(text)
 
     def begin(
@@ -226,10 +232,16 @@ class TurnRenderer:
         is another token (gpt-oss: `<|return|>` and `<|end|>`). A turn that was cut at its limit
         gets it from the template, as part of the observation.
         """
-        if not tokens or not turn or turn[-1] not in stop:
+        if not turn or turn[-1] not in stop:
             return list(tokens)
-        is_end = tokens[0] == turn[-1] or tokens[0] == self._end
-        return list(tokens[1:]) if is_end else list(tokens)
+        first = self._skip_blank(tokens)
+        is_end = first < len(tokens) and tokens[first] in (turn[-1], self._end)
+        return list(tokens[first + 1 :]) if is_end else list(tokens)
+
+    def _skip_blank(self, tokens: Sequence[int]) -> int:
+        """Return the place of the first token that is no white space, which may precede an end."""
+        written = (self.tokenizer.decode([token]).replace("\u2581", " ") for token in tokens)
+        return next((place for place, text in enumerate(written) if text.strip()), len(tokens))
 
     @cached_property
     def _end(self) -> int | None:
@@ -249,13 +261,13 @@ class TurnRenderer:
         except Exception:  # noqa: BLE001 - a template is a program and may refuse these messages
             return None
         begin = self._tokenize(prompt.removeprefix(asked))[:1]
+        further, last = (ids[self._skip_blank(ids) :] for ids in (further, last))
         if not further or further[0] not in special or further[:1] == begin:
             return None
         return further[0] if further[:1] == last[:1] or further[1:2] == begin else None
 
     def _tokenize(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens
+        return tokenize_after("\n", text, self.tokenizer)
 
     def _write(self, messages: Sequence[Message], **arguments: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
+from megatron_rl.fields import changes_training, has_classes, is_media, with_class_names
 from megatron_rl.messages import (
-    MEDIA,
     TOOLS,
     Message,
     parse_conversation,
@@ -201,11 +201,18 @@ def parse_row(
     if isinstance(row, ValueError):
         raise row
     where = name_row(path, number)
-    if media := [name for name in MEDIA if row.get(name)]:
+    if media := [name for name, value in row.items() if is_media(name, value)]:
         raise UserError(
             f"{where}: has a value in the column {media[0]}; models here read text only: leave "
             "such rows out, or remove the column"
         )
+    if conversations:
+        for name, value in row.items():
+            if changes_training(name, value, is_column=True):
+                raise UserError(
+                    f"{where}: has {name}={value!r:.40}, which would have no effect: every answer "
+                    "is trained alike; leave such rows out, or remove the column"
+                )
     messages = _parse_prompt(
         row, columns,
         path=path, where=where, system_prompt=system_prompt, conversations=conversations,
@@ -215,7 +222,8 @@ def parse_row(
     if truth is None:
         raise UserError(
             f"{where}: {columns.answer} must be a non-empty text or a number, got {value!r:.80}; "
-            "write other kinds as a text, or let the reward read them from the row"
+            "write other kinds as a text, several right answers as the text of a JSON list, or let "
+            "the reward read them from the row"
         )
     source = _find(row, columns.source or SOURCE)
     if source is None and columns.source is None and SOURCE not in row:
@@ -269,7 +277,10 @@ def _parse_prompt(
             messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
         if isinstance(system, str) and system.strip() and system != _find_system(messages):
             messages = add_system_prompt(messages, system, key="its column system")
-        refuse_left_out(row, prompt=columns.prompt, messages=messages)
+        truth = None if conversations else parse_answer(_find(row, columns.answer))
+        refuse_left_out(
+            row, prompt=columns.prompt, messages=messages, truth=truth, used=(columns.answer,)
+        )
         return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
@@ -333,13 +344,23 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, PlainRow]]:
         with pq.ParquetFile(path) as file:
             if repeated := _repeated(file.schema_arrow.names):
                 raise UserError(f"{path} has two columns {repeated}; rename one")
+            classes = _classes_of(file.schema_arrow)
             for batch in file.iter_batches(_ROWS_AT_ONCE):
                 for row in _to_rows(batch):
-                    yield next(numbers), row
+                    yield next(numbers), with_class_names(row, classes)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {error}; write it again") from error
     except KeyError as error:  # of a map with a key twice
         raise UserError(f"{path}: a row cannot be read: {error}; leave the column out") from None
+
+
+def _classes_of(schema: pa.Schema) -> Any:
+    """Return the types that `datasets` has written into a file, if some are classes."""
+    try:
+        found = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return found if has_classes(found) else None
 
 
 def _to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:

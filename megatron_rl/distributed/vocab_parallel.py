@@ -262,7 +262,11 @@ def returned_gradient(weight: Tensor, total: Tensor | None, into_main_grad: bool
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute total += left^T right, accumulated in total's dtype; [v, h], [c, v], [c, h]."""
+    """Compute total += left^T right, accumulated in total's dtype; [v, h], [c, v], [c, h].
+
+    On a CPU torch has no product of low-precision operands with a float32 result. The product is
+    accumulated in float32 and rounded once before it is added, as every other layer's gradient.
+    """
     if left.dtype == total.dtype:
         total.addmm_(left.t(), right)
         return
@@ -271,7 +275,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         if left.is_cuda:
             total[rows] += torch.mm(left[:, rows].t(), right, out_dtype=total.dtype)
         else:
-            total[rows] += left[:, rows].t().to(total.dtype) @ right.to(total.dtype)
+            total[rows] += left[:, rows].t() @ right
 
 
 def token_logprobs(

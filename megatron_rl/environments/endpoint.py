@@ -18,11 +18,31 @@ import h11
 from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
 from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
 from megatron_rl.errors import UserError
-from megatron_rl.messages import parse_message
+from megatron_rl.messages import parse_message, parse_tools
 
 Message = dict[str, Any]
 Reply = tuple[int, Message]  # an HTTP status and JSON
 
+# Fields of a request that have an effect; those that nothing here depends on, because the run
+# decides (its sampling, and what ends a turn) or because they are labels; and values of others that
+# ask for nothing. Whatever else a request asks for is refused.
+_USED = {
+    "messages", "tools", "model", "n", "stream", "logprobs", "parallel_tool_calls",
+    "return_tokens_as_token_ids", "return_token_ids", "token_ids", "sampling_params", "request_id",
+    "features", "content_parts",
+}  # fmt: skip
+_IGNORED = {
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens",
+    "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "stop_token_ids",
+    "ignore_eos", "reasoning_effort", "verbosity", "user", "metadata", "store", "service_tier",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority",
+    "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "timeout",
+}  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("auto", "none"), "function_call": ("auto", "none"), "top_logprobs": (0,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "length_penalty": (1,),
+    "add_generation_prompt": (True,), "include_reasoning": (True,),
+}  # fmt: skip
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
 
@@ -182,9 +202,11 @@ class Session:
         self._turns += 1
         self.token_ids += self._tokens.sampled if self._tokens is not None else []
         in_thinking = self._tokens is not None and self._tokens.in_thinking
-        calls = []
-        if is_chat and body.get("tools"):
-            calls = parse_calls(text, self._call_format, in_thinking=in_thinking)
+        calls, tools = [], parse_tools(body.get("tools"))
+        if is_chat and tools and body.get("tool_choice") != "none":
+            calls = parse_calls(text, self._call_format, in_thinking=in_thinking, tools=tools)
+        if body.get("parallel_tool_calls") is False:  # as vLLM: the first one
+            calls = [one for one in calls if not one.problem][:1]
         message = made.message(calls)
         self.messages.append(_readable(message))
         reply = made.completion(message, body) if is_chat else made.generation(body)
@@ -203,9 +225,10 @@ class Session:
         """
         if (again := self._same_request(body, True, is_retry=is_retry)) is not None:
             return await asyncio.shield(again.reply)
-        if (problem := self._problem(body, n=body.get("n"))) is not None:
+        if (problem := self._problem(body, body)) is not None:
             return problem
         try:
+            parse_tools(body.get("tools"))
             messages = _read_messages(body)
         except UserError as error:
             return error_reply(400, str(error))
@@ -227,7 +250,7 @@ class Session:
         sampling = body.get("sampling_params") or {}
         if not isinstance(sampling, dict):
             return error_reply(400, "sampling_params must be an object")
-        problem = self._problem(body, n=sampling.get("n")) or _malformed_tokens(body)
+        problem = self._problem(body, sampling) or _malformed_tokens(body)
         if problem is not None:
             return problem
         tokens = body["token_ids"]
@@ -259,13 +282,17 @@ class Session:
         last.body = body  # its delivery counts
         return last
 
-    def _problem(self, body: Mapping[str, Any], *, n: Any) -> Reply | None:
+    def _problem(self, body: Mapping[str, Any], settings: Mapping[str, Any]) -> Reply | None:
+        """Return why a request is refused; settings: the part of it that has those of sampling."""
         if self._is_closed:
             return _OVER
-        if body.get("stream") or n not in (None, 1):
+        if body.get("stream") or settings.get("n") not in (None, 1):
             return error_reply(
                 400, "stream=true and n above 1 are not supported; ask for one whole turn"
             )
+        if (field := _without_effect(body) or _without_effect(settings)) is not None:
+            what = f"{field} would have no effect here, so the reply is not what it asks for"
+            return error_reply(400, f"{what}; leave it out")
         if self._last is not None and not self._last.reply.done():
             return error_reply(409, "an earlier request of this conversation waits for its turn")
         return None
@@ -438,6 +465,16 @@ def _readable(message: Any) -> Message:
         message = {key: value for key, value in message.items() if key not in _TOKEN_FIELDS}
         message["content"] = message.get("content") or ""
     return parse_message(message)
+
+
+def _without_effect(body: Mapping[str, Any]) -> str | None:
+    """Return a field of a request, with its value, that asks for what is not done."""
+    for name, value in body.items():
+        is_empty = value is None or value is False or value in ("", [], {})
+        if name in _USED or name in _IGNORED or is_empty or value in _NEUTRAL.get(name, ()):
+            continue
+        return f"{name}={json.dumps(value)[:80]}"
+    return None
 
 
 def _malformed_tokens(body: Mapping[str, Any]) -> Reply | None:

@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
+from megatron_rl.environments.call_formats import (
+    TEXT_VALUES,
+    CallFormat,
+    ToolCall,
+    parse_calls,
+    with_types,
+)
 from megatron_rl.environments.interface import Answer, InfrastructureError, TurnTokens
 from megatron_rl.errors import UserError
 
@@ -133,6 +139,8 @@ class ToolEnvironment:
         if call.problem:
             return f"error: {call.problem}"
         tool = self._tools.get(call.name)
+        if tool is not None and self.call_format in TEXT_VALUES:
+            call = with_types(call, tool.schema["function"]["parameters"])
         if tool is None:
             return f"error: no tool is named {call.name}; there are: {', '.join(self._tools)}"
         try:
@@ -209,6 +217,10 @@ class McpEnvironment(ToolEnvironment):
             return await super()._result(call)
         try:
             session = await self._open()
+            if self.call_format in TEXT_VALUES:
+                listed = (await session.list_tools()).tools
+                schemas = [one.model_dump(by_alias=True) for one in listed if one.name == call.name]
+                call = with_types(call, schemas[0]["inputSchema"] if schemas else {})
             result = await session.call_tool(call.name, dict(call.arguments))
         except Exception as error:  # noqa: BLE001 - the policy's arguments may have ended the server
             self._session = None

@@ -36,6 +36,7 @@ def load(settings: Message) -> tuple[Message, Callable[[socket.socket], None]]:
     make = load_environment(settings["name"])
     description = {
         "tools": list(make.describe_tools()) if hasattr(make, "describe_tools") else [],
+        "call_format": getattr(make, "call_format", None),
         "answers_late": hasattr(make, "timed_out"),
         "takes_tokens": hasattr(make, "receive_tokens"),
     }

@@ -7,7 +7,7 @@ import contextlib
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,17 @@ from typing import Any
 import megatron_rl
 from megatron_rl.config import Config
 from megatron_rl.config.sections import MATH_ANSWER, RewardSection
-from megatron_rl.data.rendering import TurnRenderer, as_messages
+from megatron_rl.data.rendering import TurnRenderer, as_messages, render
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.environments.call_formats import PARSERS, CallFormat, ToolCall, parse_calls
 from megatron_rl.environments.interface import (
     BrokenEnvironmentError,
     EnvironmentFailure,
     TurnTokens,
 )
 from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.errors import UserError
+from megatron_rl.messages import with_text_arguments
 from megatron_rl.rewards.pool import VerifierPool
 from megatron_rl.rewards.verifier import NUMBER, Item, VerifierError
 from megatron_rl.types import GradeResult, Prompt
@@ -202,6 +205,12 @@ class EnvironmentTrial:
             return [self._name(f"{tried} returned restarts=True, which {cure}")]
         config = self.with_tools()
         renderer = TurnRenderer(tokenizer, config.data.template, config.data.rendering)
+        shown = prompt.tools or config.data.rendering.get("tools") or ()
+        written_as = self.pool.description.get("call_format")
+        if written_as and shown and config.data.template == "chat":
+            arguments = dict(config.data.rendering) | {"tools": list(shown)}
+            if wrong := call_format_problem(written_as, shown[0], tokenizer, arguments):
+                return [self._name(wrong)]
         try:
             for tool in self.pool.tools[:1]:  # its results are messages, in any later turn
                 result = {"role": "tool", "name": tool["function"]["name"], "content": "7"}
@@ -225,6 +234,56 @@ class EnvironmentTrial:
     def _name(self, what: str) -> str:
         assert self.config.environment is not None
         return f"environment.name={self.config.environment.name}: {what}"
+
+
+_EXAMPLES = {"integer": 7, "number": 0.5, "boolean": True, "array": [1], "object": {"a": 1}}
+
+
+def call_format_problem(
+    call_format: str, tool: Mapping[str, Any], tokenizer: Any, arguments: Mapping[str, Any]
+) -> str | None:
+    """Return why a class's call_format does not read the calls that the chat template writes.
+
+    None also for a template that writes no calls, or refuses them, which nothing can be compared
+    with: the policy's own turns are never written again.
+    """
+    function = tool["function"]
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    values = {
+        name: next(iter(one.get("enum", ())), _EXAMPLES.get(one.get("type"), "two words"))
+        for name, one in properties.items()
+    }
+    call = {"type": "function", "function": {"name": function["name"], "arguments": values}}
+    question = {"role": "user", "content": "What is asked here?"}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    texts = []
+    for form in ([turn], with_text_arguments([turn])):
+        with contextlib.suppress(UserError):
+            text = render([question, *form], (), tokenizer, arguments=arguments, generate=False)
+            texts.append(text.rpartition(question["content"])[2])
+    texts = [text for text in texts if function["name"] in text]
+    reading = [
+        name
+        for name in PARSERS
+        if any(
+            [(one.name, one.arguments) for one in _read(text, name, tool)]
+            == [(function["name"], values)]
+            for text in texts
+        )
+    ]
+    if not texts or call_format in reading:
+        return None
+    cure = f"set call_format = {reading[0]!r} in the class" if reading else (
+        f"of the formats {', '.join(PARSERS)} none does: repair chat_template.jinja"
+    )  # fmt: skip
+    return (
+        f"the chat template writes a call as {texts[0].strip()[:200]!r}, which call_format="
+        f"{call_format!r} does not read; {cure}"
+    )
+
+
+def _read(text: str, call_format: CallFormat, tool: Mapping[str, Any]) -> list[ToolCall]:
+    return parse_calls(text, call_format, in_thinking=False, tools=[tool])
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ else of the last line with `Answer:` (the format of DAPO-Math-17k) or `####` (th
 right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.answers`).
 """
 
+import contextlib
+import json
 import re
 from functools import lru_cache
 
@@ -29,8 +31,10 @@ _BETWEEN_BOXES = re.compile(
 )
 _NAME_BEFORE_BOX = re.compile(r"(\\?[a-zA-Z]\w{0,9})\s*=[\s$]*\Z")
 _ANSWER_LINE = re.compile(
-    r"(?:(?:answer(?:\s+is)?|respuesta|réponse|antwort|resposta|risposta|ответ|答え|解答|정답|답"
-    r"|câu trả lời|الجواب)\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
+    # In many languages an adjective and a verb follow the noun: `réponse finale :`.
+    r"(?:(?:answer(?:\s+is)?|(?:respuesta|réponse|antwort|resposta|risposta|ответ|答え|解答|정답|답"
+    r"|câu trả lời|الجواب)(?:[ \t]+[^\W\d_]{1,12}){0,3})(?:[ \t]*\([^\W\d_]{1,12}\))?"
+    r"\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
     r"[ \t*_]*+(?:\s*(?:\$\$|\\\[)[ \t]*\n)?(?P<line>\S[^\n]*|\s++[^\n]+)"
     r"|^[ \t]*####[ \t]*(?P<number>[-+$€£]{0,2}\d[\d,. /]*%?)[ \t\r]*$",
     re.IGNORECASE | re.MULTILINE,
@@ -75,7 +79,39 @@ def verify_anywhere(
 
 
 def grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
-    """Compare an extracted answer with the ground truth."""
+    """Compare an extracted answer with the ground truth, or with each of a list of right answers.
+
+    The list is a JSON text of texts, as `["36", "36.0"]`; `[3, 6]` is one answer.
+    """
+    results = [_grade(answer, truth) for truth in right_answers(ground_truth)]
+    return max(results, key=lambda result: result[0])
+
+
+def right_answers(ground_truth: str) -> list[str]:
+    """Return the right answers of a ground truth: usually one."""
+    if re.match(r'\s*\[\s*"', ground_truth):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(ground_truth)
+            if all(isinstance(one, str) and one.strip() for one in found):
+                return list(found)
+    return [ground_truth]
+
+
+def can_be_right(ground_truth: str) -> bool:
+    """Return True if an answer gets 1: the truth, in a box or on a line, in two spellings of it.
+
+    Where only the very same text would, because it is of no kind that is compared, False.
+    """
+    for truth in right_answers(ground_truth):
+        bare = _bare_truth(truth)
+        if verify_math_answer(rf"\boxed{{{bare}}}", truth, "")[0] == 1 and not isinstance(
+            read(bare), Text
+        ):
+            return True
+    return False
+
+
+def _grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
     truth = _bare_truth(ground_truth)
     if answer == truth:
         return 1.0, "same text", answer

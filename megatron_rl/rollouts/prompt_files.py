@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.sections import ColumnsSection
+from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection
 from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import (
     PromptMix,
@@ -57,10 +57,37 @@ def read_sets(
     sources: set[str] = set()
     for key, file in files.items():
         read = _read_set(config, shape, tokenizer, key, file, echo=echo, sources=sources)
+        if not config.environment and key not in config.conversation_files:
+            read = _ask_truths(read, config.reward.verifier or MATH_ANSWER, file[0], echo=echo)
         write_prompts(tables[key], read)
     if set(config.training) <= set(files):
         _check_teachers(config, sources)
     return tables
+
+
+def _ask_truths(
+    prompts: Iterator[Prompt], verifier: str, path: str, *, echo: Callable[[str], object]
+) -> Iterator[Prompt]:
+    """Yield prompts; print how many of the first ground truths no answer can equal.
+
+    Of the verifiers of this package for mathematics; others have formats of their own.
+    """
+    module, _, _ = MATH_ANSWER.partition(":")
+    asked, wrong = 0, []
+    for prompt in prompts:
+        if verifier.startswith(f"{module}:") and asked < FIRST_ROWS:
+            from megatron_rl.rewards.math_answer import can_be_right  # its parser takes a second
+
+            asked += 1
+            if not (prompt.ground_truth.isdigit() or can_be_right(prompt.ground_truth)):
+                wrong.append(prompt)
+        yield prompt
+    if wrong:
+        echo(
+            f"{path}: {len(wrong)} of the first {asked} ground truths are read as no answer, so at "
+            f"most the same text is right; the first: {wrong[0].ground_truth!r:.80} "
+            f"({name_row(Path(path), wrong[0].index)})"
+        )
 
 
 def _check_teachers(config: Config, sources: set[str]) -> None:
@@ -167,7 +194,8 @@ def prompt_problems(
         try:
             build_order(config, training)
         except ConfigError as error:
-            problems.append("\n    ".join([str(error), *notes]))
+            left_out = [note for note in notes if "left out" in note]
+            problems.append("\n    ".join([str(error), *left_out]))
     return problems, first
 
 

@@ -54,8 +54,10 @@ from megatron_rl.runs.files import (
     atomic_write_text,
     changed_releases,
     describe_start,
+    drop_rows,
     evaluation_scores,
     flush_to_disk,
+    last_step,
     lock_owner,
     read_metrics,
     read_rows,
@@ -180,7 +182,7 @@ class RunDirectory:
     def has_started(self) -> bool:
         """Return True if the run has results; a failed start leaves only a log and a config."""
         is_saved = self.checkpoints.steps() or self.checkpoints.damaged()
-        return self.config_file.exists() and bool(is_saved or read_metrics(self.path))
+        return self.config_file.exists() and bool(is_saved or last_step(self.path) is not None)
 
     def new_stalls(self) -> Callable[[], Path | None]:
         """Return a function that finds the newest stall report written after this call."""
@@ -215,7 +217,7 @@ class RunDirectory:
         """
         intact = self.checkpoints.intact_steps()
         done = max(intact, default=0)
-        recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
+        recorded = last_step(self.path) or 0
         saves = [row["step"] for row in self._saves() if "error" not in row]
         is_newest = saves[-1:] == [done]
         damaged = [
@@ -247,7 +249,7 @@ class RunDirectory:
 
     def describe_unsaved(self, step: int) -> str | None:
         """Describe which recorded steps a resume after `step` repeats, and why, if any."""
-        recorded = max((row["step"] for row in read_metrics(self.path)), default=0)
+        recorded = last_step(self.path) or 0
         if recorded <= step:
             return None
         last = f"step {step + 1}" if recorded == step + 1 else f"steps {step + 1} to {recorded}"
@@ -312,21 +314,18 @@ class RunDirectory:
 
         updates: number of finished updates of the following step, which are kept.
         """
-        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        atomic_write_text(
-            self.path / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        metrics = self.path / "metrics.jsonl"
+        if not metrics.is_file():
+            atomic_write_text(metrics, "")
+        drop_rows(metrics, until=lambda row: row["step"] <= step)
         for folder in (self.rollouts, self.updates, self.traces, self.evaluations):
             for file in folder.glob("*.parquet"):
                 if int(file.stem.rsplit("_", 1)[-1]) > step:
                     file.unlink()
         self.generated.rewind(step)
+        last = (step + 1, updates)
         for journal in self._journals:
-            if journal.is_file():
-                last = (step + 1, updates)
-                kept = [row for row in read_rows(journal)
-                        if (row["step"], row.get("update", math.inf)) <= last]  # fmt: skip
-                atomic_write_text(journal, "".join(json.dumps(row) + "\n" for row in kept))
+            drop_rows(journal, until=lambda row: (row["step"], row.get("update", math.inf)) <= last)
 
     def forget(self, step: int) -> None:
         """Delete rollouts and answers up to `step`, which has a checkpoint.

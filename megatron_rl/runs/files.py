@@ -5,10 +5,11 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,9 +87,31 @@ ROLLOUT_COST = 2.7
 ROLLOUT_COST_METADATA = "rollout_cost"  # of a study's results.parquet
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read all complete rows of a run directory; an incomplete last line is ignored."""
-    return read_rows(folder / "metrics.jsonl")
+def read_metrics(
+    folder: Path, *, wanted: Callable[[str], bool] = lambda key: True
+) -> list[dict[str, Any]]:
+    """Read all complete rows of a run directory; an incomplete last line is ignored.
+
+    wanted: which metrics to keep; all of 100,000 steps take gigabytes.
+    """
+    rows = iterate_rows(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if wanted(key)} for row in rows]
+
+
+def read_metric(folder: Path, key: str) -> list[float]:
+    """Read the numbers of one metric, without the others, which take a hundred times as long."""
+    file, pattern = folder / "metrics.jsonl", re.compile(rf'"{re.escape(key)}": (-?[\d.eE+-]+)')
+    if not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as lines:
+        found = (pattern.search(line) for line in lines if line.endswith("\n"))
+        return [float(one[1]) for one in found if one]
+
+
+def last_step(folder: Path) -> int | None:
+    """Return the last recorded step of a run directory, or None; reads the end of the file."""
+    row = next(_rows_from_end(folder / "metrics.jsonl"), None)
+    return None if row is None else int(row[1]["step"])
 
 
 def is_finished(folder: Path, *, steps: int) -> bool:
@@ -96,8 +119,7 @@ def is_finished(folder: Path, *, steps: int) -> bool:
 
     The model is written last, and appears under its name only when it is complete.
     """
-    rows = read_metrics(folder) if (folder / "model").is_dir() else []
-    return bool(rows) and rows[-1]["step"] == steps
+    return (folder / "model").is_dir() and last_step(folder) == steps
 
 
 def describe_start(*, after_step: int) -> dict[str, Any]:
@@ -130,9 +152,9 @@ def append_row(file: Path, row: Mapping[str, Any]) -> None:
         journal.write(json.dumps(row).encode() + b"\n")
 
 
-def _complete_bytes(file: IO[bytes]) -> int:
-    """Return where the last complete line of an open file ends."""
-    start = file.seek(0, os.SEEK_END)
+def _complete_bytes(file: IO[bytes], *, before: int | None = None) -> int:
+    """Return where the last line of an open file ends that is complete within `before` bytes."""
+    start = file.seek(0, os.SEEK_END) if before is None else before
     while start:
         end, start = start, max(start - _BLOCK, 0)
         file.seek(start)
@@ -143,16 +165,52 @@ def _complete_bytes(file: IO[bytes]) -> int:
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Read the complete rows of a JSON lines file; a missing file has none."""
-    rows = []
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):  # an interrupted append
-                break
-            raise UserError(f"{file}, line {number} is damaged: {error}; repair it") from error
-    return rows
+    return list(iterate_rows(file))
+
+
+def iterate_rows(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of a JSON lines file, or those whose text contains `having`."""
+    if not file.exists():
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if having not in line:
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if not lines.read(1):  # the last line: an interrupted append
+                    return
+                raise UserError(f"{file}, line {number} is damaged: {error}; repair it") from error
+            yield row
+
+
+def drop_rows(file: Path, *, until: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut a JSON lines file after the last row for which `until` is true, or empty it."""
+    if file.is_file():
+        ends = (end for end, row in _rows_from_end(file) if until(row))
+        os.truncate(file, next(ends, 0))
+        flush_to_disk(file)
+
+
+def _rows_from_end(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the complete rows of a JSON lines file, last first, each with the place of its end."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        end = _complete_bytes(lines)
+        while end:
+            start = _complete_bytes(lines, before=end - 1)
+            lines.seek(start)
+            line = lines.read(end - start)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(
+                    f"{file}, the line from byte {start} on is damaged: {error}; repair it"
+                ) from error
+            yield end, row
+            end = start
 
 
 def evaluation_scores(folder: Path, *, metric: str | None = None) -> dict[int, float]:
@@ -161,7 +219,7 @@ def evaluation_scores(folder: Path, *, metric: str | None = None) -> dict[int, f
     metric: the metric to use. Default: the mean of avg@k over the sets.
     """
     scores = {}
-    for row in read_metrics(folder):
+    for row in iterate_rows(folder / "metrics.jsonl", having=b'"eval'):
         average = [key for key in row if key.startswith("eval/") and "/avg@" in key]
         values = [row.get(key) for key in (average if metric is None else [metric])]
         present = [value for value in values if value is not None]

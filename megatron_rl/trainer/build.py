@@ -20,7 +20,7 @@ from megatron_rl.engine.remote import RemoteEngine, build_resharder
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
-from megatron_rl.models.stored_tensors import check_headers
+from megatron_rl.models.stored_tensors import check_headers, describe_unread
 from megatron_rl.objectives import PolicyObjective, build_objective
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import check_settings
@@ -134,7 +134,7 @@ def _train(
     console = Console(
         is_main_rank=rank == 0, log_file=directory.log_file, on_advance=progress.count
     )
-    for line in (unwatched, _describe(config, topology.world_size), describe_slow_packs(config)):
+    for line in (unwatched, *_describe(config, shape, topology)):
         if line is not None:
             console.echo(line)
     config = fix_date(config, directory, echo=console.echo)
@@ -329,7 +329,13 @@ def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLog
     return ModelLogprobs(ReferencePolicy(actor, config.offline.behavior))
 
 
-def _describe(config: Config, world_size: int) -> str:
+def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str | None]:
+    """Describe the run, and what of it has no effect."""
+    unread = describe_unread(config.model.path, shape) if topology.rank == 0 else []
+    return [_describe_layout(config, topology.world_size), describe_slow_packs(config), *unread]
+
+
+def _describe_layout(config: Config, world_size: int) -> str:
     parallel = config.parallel
     replicas = world_size // parallel.model_size
     rollout, trainer, engines = config.rollout, config.trainer, parallel.engine_ranks

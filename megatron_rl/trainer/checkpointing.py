@@ -20,7 +20,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.rollouts.schedule import GroupBuffer
 from megatron_rl.runs.checkpoints import file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import evaluation_scores, read_metrics
+from megatron_rl.runs.files import evaluation_scores, last_step
 from megatron_rl.runs.group_file import read_groups, read_metadata, write_groups
 from megatron_rl.runtime.failures import RankTimeoutError, describe_space, is_full_disk
 from megatron_rl.runtime.interruption import Interruption, RunInterrupted
@@ -106,8 +106,8 @@ class CheckpointKeeper:
         done = self._all_updates if self.step_progress is None else self.step_progress.done
         self._saved = (step, done)
         # A step is saved before its evaluation and may have been recorded since.
-        rows = read_metrics(self.directory.path) if self.rank == 0 else []
-        is_recorded = gather_from_ranks(any(row["step"] == step for row in rows))[0]
+        recorded = last_step(self.directory.path) if self.rank == 0 else None
+        is_recorded = gather_from_ranks(recorded is not None and recorded >= step)[0]
         if self.step_progress is None or (
             self.step_progress.is_trained(all_updates) and is_recorded
         ):

@@ -17,13 +17,19 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, choose_sampled
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import PHASES, append_row, read_metrics, read_rows
+from megatron_rl.runs.files import PHASES, append_row, read_metric, read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.curves import CURVES, draw_curves
-from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
+from megatron_rl.telemetry.metrics import (
+    HOST_FREE,
+    BackgroundWriter,
+    HostMemoryTrend,
+    MetricLog,
+    PhaseClock,
+)
 from megatron_rl.trainer.learning_check import LearningCheck
 from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.trainer.update_metrics import UpdateMetrics, build_update_table
@@ -51,9 +57,11 @@ class Recorder:
     thinned: int = 0  # the last step whose rollouts are known to be thinned
     recent: deque[float] = field(default_factory=partial(deque, maxlen=10))  # seconds of steps
     check: LearningCheck = field(init=False)
+    trend: HostMemoryTrend = field(init=False)
 
     def __post_init__(self) -> None:
         self.check = LearningCheck(self.config)
+        self.trend = HostMemoryTrend(steps=self.config.trainer.steps)
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +93,9 @@ class Recorder:
 
     def _zero_fractions(self) -> list[float]:
         """Return the fraction of responses without advantage in each recorded step."""
-        rows = [] if self.directory is None else read_metrics(self.directory.path)
-        return [row[ZERO_FRACTION] for row in rows if ZERO_FRACTION in row]
+        if self.directory is None:
+            return []
+        return read_metric(self.directory.path, ZERO_FRACTION)
 
     def record(
         self,
@@ -116,8 +125,10 @@ class Recorder:
                     self._write, metrics, batch, schedule, timeline, traces, table, sample
                 )
                 self.writer.submit(write)
+        leak = None
         if batch is not None:
             self.recent.append(metrics["time/step"])
+            leak = self.trend.warning(int(metrics["step"]), metrics[HOST_FREE])
         steps = self.config.trainer.steps
         is_sft = self.config.sft is not None
         self.console.echo(step_line(metrics, steps=steps, recent=self.recent, sft=is_sft))
@@ -126,6 +137,8 @@ class Recorder:
             self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")
         for warning in self.check.warnings(metrics, batch) if batch is not None else ():
             self.console.echo(warning)
+        if leak is not None:
+            self.console.echo(leak)
 
     def _sample(self, metrics: dict[str, float], batch: RolloutBatch | None) -> Row | None:
         """Rollout drawn by the seed of the run, if this step shows one."""
@@ -232,7 +245,10 @@ class Recorder:
         if self.directory is None or self.log is None:
             return
         self.log.close()  # first: its warnings
-        for line in ("", *closing_lines(self.directory, read_metrics(self.directory.path))):
+        rows = read_metrics(
+            self.directory.path, wanted=lambda key: key.startswith(("step", "eval/", "time/"))
+        )
+        for line in ("", *closing_lines(self.directory, rows)):
             self.console.echo(line)
 
 

@@ -19,7 +19,8 @@ LAYERS = {
     "columns": set(),
     "types": {"columns"},
     "texts": set(),
-    "messages": {"texts"},
+    "fields": set(),
+    "messages": {"texts", "fields"},
     "runtime": set(),
     "models": set(),
     "distributed": {"types", "runtime"},
@@ -30,7 +31,8 @@ LAYERS = {
     "rewards": {"types", "texts", "config", "workers"},
     "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
     "data": {
-        "types", "columns", "texts", "messages", "config", "runtime", "distributed", "rewards",
+        "types", "columns", "texts", "messages", "fields", "config", "runtime", "distributed",
+        "rewards",
     },
     "resharding": {"types", "runtime", "config", "distributed", "models"},
     "actor": {
@@ -48,7 +50,8 @@ LAYERS = {
         "environments", "workers",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
-                  "engine", "runs", "rewards", "rollouts", "environments", "workers"},
+                  "engine", "runs", "rewards", "rollouts", "environments", "workers",
+                  "messages"},
     "checkpoint_export": {
         "config", "telemetry", "models", "resharding", "actor", "preflight", "runs",
     },

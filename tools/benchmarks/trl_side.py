@@ -4,9 +4,11 @@ trl_side.py TASK SETTINGS      prints `BATCH {...}` for every rollout batch with
 """
 
 import json
+import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,9 +20,9 @@ from trl import GRPOConfig, GRPOTrainer
 class Clock(TrainerCallback):
     """Callback that prints a line after the last update of a rollout batch."""
 
-    def __init__(self, updates: int, *, parity: bool) -> None:
+    def __init__(self, updates: int, score: Callable[[str, str], float]) -> None:
         self.updates = updates
-        self.parity = parity  # the reward: whether a response's length is odd
+        self.score = score  # of a response and the true answer
         self._begin()
 
     def _begin(self) -> None:
@@ -32,9 +34,8 @@ class Clock(TrainerCallback):
     def reward(self, completions, reward_model, completion_ids, **_):
         """Return the rewards and record them."""
         texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
-        answers = ["\\boxed{" + one["ground_truth"] + "}" for one in reward_model]
-        pairs = zip(texts, answers, strict=True)
-        right = [float(len(t) % 2 if self.parity else answer in t) for t, answer in pairs]
+        truths = [one["ground_truth"] for one in reward_model]
+        right = list(map(self.score, texts, truths))
         self.rewards += right
         self.lengths += map(len, completion_ids)
         return right
@@ -77,6 +78,16 @@ class Trainer(GRPOTrainer):
         return result
 
 
+def choose_score(settings: dict) -> Callable[[str, str], float]:
+    """Return the reward: the parity of the length, a user's function, or the boxed answer."""
+    if settings["parity"]:
+        return lambda text, truth: float(len(text) % 2)
+    if settings["reward"]:
+        function = runpy.run_path(settings["reward"])["score"]
+        return lambda text, truth: function(text, truth, "")
+    return lambda text, truth: float("\\boxed{" + truth + "}" in text)
+
+
 def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
     """Return TRL's settings for the same run."""
     return GRPOConfig(
@@ -92,9 +103,9 @@ def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
         temperature=1.0,
         beta=0.0,
         loss_type="grpo",
-        importance_sampling_level="sequence",
-        epsilon=0.02,
-        learning_rate=2e-4,
+        importance_sampling_level="sequence" if settings["sequences"] else "token",
+        epsilon=0.02 if settings["sequences"] else 0.2,
+        learning_rate=settings["rate"],
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
@@ -112,7 +123,7 @@ def main() -> None:
     task, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(settings["threads"])
     updates = settings["epochs"] * settings["minibatches"]  # of a rollout batch
-    clock = Clock(updates, parity=settings["parity"])
+    clock = Clock(updates, choose_score(settings))
     tokenizer = AutoTokenizer.from_pretrained(task / "model")
     tokenizer.padding_side = "left"
     with tempfile.TemporaryDirectory() as folder:

@@ -42,6 +42,12 @@ def equal(truth: Any, answer: Any) -> bool:
         return _equal_numbers(truth, answer)
     if isinstance(truth, Quantity) and truth.letters and isinstance(answer, Number):
         return False
+    if (share := _as_share(answer)) is not None and not isinstance(truth, Quantity):
+        # A sign may be missing where both are the same decimal, but 1/2 is not 0.5%.
+        are_decimals = isinstance(truth, Number) and truth.digits and answer.value.digits
+        is_ratio = isinstance(truth, Items) and truth.brackets == ":"
+        if is_ratio or (0 < abs(share) < Fraction(1, 100) and not are_decimals):
+            return equal(truth, Number(share))
     both_orders = ((truth, answer), (answer, truth))
     for first, second in both_orders:
         if _is_float(first) and isinstance(second, Expression):
@@ -55,6 +61,14 @@ def equal(truth: Any, answer: Any) -> bool:
     return False
 
 
+def _as_share(reading: Any) -> Fraction | None:
+    """Return a percentage as a part of one."""
+    if not isinstance(reading, Quantity) or reading.unit != "%":
+        return None
+    number = reading.value.value if isinstance(reading.value, Number) else None
+    return number / 100 if isinstance(number, Fraction) else None
+
+
 def _is_float(reading: Any) -> bool:
     return isinstance(reading, Number) and reading.digits >= _FLOAT_DIGITS
 
@@ -65,6 +79,20 @@ def _equal_numbers(truth: Number, answer: Number) -> bool:
         return True
     is_rounded = _is_float(truth) or (_is_float(answer) and values.is_endless(truth.value))
     return is_rounded and values.is_near(answer.value, truth.value)
+
+
+def _equal_words(words: Words, other: Any) -> bool | None:
+    """Compare words; letters A to J are also a list of choices, in order unless they are sorted."""
+    if isinstance(other, Words):
+        formulas = {words.formula, other.formula}
+        return words.text == other.text and (len(formulas) == 1 or "" in formulas)
+    if not isinstance(other, Items) or other.brackets not in (",", "{}"):
+        return None
+    letters = [one.letter if isinstance(one, Choice) else "" for one in other.items]
+    if not all(letters) or not re.fullmatch("[a-j]{2,10}", words.text):
+        return None
+    expected = list(words.text.upper())
+    return letters == expected or (expected == sorted(set(expected)) == sorted(letters))
 
 
 # Each rule returns whether two readings are equal, or None if another rule decides.
@@ -275,6 +303,7 @@ def _decided(compare: Callable[..., bool], *trees: Any, **options: Any) -> bool:
 
 RULES: tuple[tuple[type, Callable[[Any, Any], bool | None]], ...] = (
     (Choice, _equal_choice),
+    (Words, _equal_words),
     (Assignment, _equal_assignment),
     (Items, _equal_items),
     (Quantity, _equal_quantity),

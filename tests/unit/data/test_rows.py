@@ -90,8 +90,9 @@ def test_rows_that_differ_in_any_column_are_different_prompts(tmp_path):
     lines, output = write_lines(tmp_path / "set.jsonl", *rows), []
     prompts = load(lines, echo=output.append)
     assert [json.loads(prompt.row)["level"] for prompt in prompts] == [1, 2, 3]
-    (line,) = output
+    line, unread = output
     assert line.startswith(f"{lines}: 1 of 4 rows repeat an earlier row in every column: left out")
+    assert "columns level (3)" in unread
     # An index that pandas has written does not tell rows apart.
     indexed = [row | {"__index_level_0__": place} for place, row in enumerate(rows)]
     assert len(load(write_table(tmp_path / "set.parquet", *indexed))) == 3

@@ -328,7 +328,7 @@ def test_good_call_beside_a_malformed_one_keeps_both_visible():
     bad = "<tool_call>{oops</tool_call>"
 
     async def requests(session, url, client):
-        body = ASKED | {"tools": [{}]}
+        body = ASKED | {"tools": [{"function": {"name": "f"}}]}
         asked = asyncio.create_task(client.post(f"{url}/chat/completions", json=body))
         await session.next_request()
         session.answer(f"I {bad} {good}.")
@@ -359,6 +359,52 @@ def test_turn_of_policy_is_unchanged():
         for wrong in ({"content": "x"}, {"content": message["content"].strip()}, {"role": "user"}):
             status, _ = await session.complete({"messages": [*QUESTION, message | wrong]})
             assert status == 409
+
+    asyncio.run(check())
+
+
+TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"properties": {}}}}]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"stop": ["x"]}, {"response_format": {"type": "json_object"}}, {"tool_choice": "required"},
+        {"logit_bias": {"1": 2}}, {"top_logprobs": 3}, {"echo": True}, {"field_of_tomorrow": 1},
+    ],
+)  # fmt: skip
+def test_field_of_a_request_without_effect_is_refused(field):
+    name = next(iter(field))
+    status, reply = asyncio.run(
+        Session(QUESTION, call_format="hermes").complete(ASKED | {"tools": TOOLS} | field)
+    )
+    assert status == 400
+    assert reply["error"]["message"].startswith(f"{name}=")
+    assert "would have no effect here" in reply["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"stop": None, "temperature": 0.2, "tool_choice": "auto", "user": "a"}, ["ring", "hang"]),
+        ({"parallel_tool_calls": True}, ["ring", "hang"]),
+        ({"parallel_tool_calls": False}, ["ring"]), ({"tool_choice": "none"}, []),
+    ],
+)  # fmt: skip
+def test_calls_of_a_reply_are_those_that_the_request_allows(fields, names):
+    async def check():
+        session = Session(QUESTION, call_format="hermes")
+        serving = asyncio.create_task(session.complete(ASKED | {"tools": TOOLS} | fields))
+        await session.next_request()
+        session.answer(
+            '<tool_call>{"name": "ring", "arguments": null}</tool_call>'
+            '<tool_call>{"name": "hang", "arguments": {"up": 1}}</tool_call>'
+        )
+        status, reply = await serving
+        calls = reply["choices"][0]["message"].get("tool_calls", [])
+        functions = [one["function"] for one in calls]
+        assert (status, [one["name"] for one in functions]) == (200, names)
+        assert [one["arguments"] for one in functions] == ["{}", '{"up": 1}'][: len(names)]
 
     asyncio.run(check())
 

@@ -5,7 +5,12 @@ import json
 
 import pytest
 
-from megatron_rl.environments.call_formats import PARSERS, parse_hermes, parse_llama3_json
+from megatron_rl.environments.call_formats import (
+    PARSERS,
+    parse_calls,
+    parse_hermes,
+    parse_llama3_json,
+)
 from megatron_rl.environments.interface import (
     Answer,
     BrokenEnvironmentError,
@@ -14,6 +19,7 @@ from megatron_rl.environments.interface import (
 )
 from megatron_rl.environments.tools import MAX_CALLS, Tool, ToolEnvironment
 from megatron_rl.errors import UserError
+from megatron_rl.messages import parse_message, with_text_arguments
 from tests.unit.environments.shop import Graded, Shop, price, stock
 from tests.unit.environments.test_pool import Talk, open_pool
 
@@ -62,28 +68,102 @@ TEXTS = [
     "I look. " + call("a") + call("b", x=[1]), "<tool_call></tool_call>",
     '<tool_call>{"name": "a", "arguments": {"x": {"y": "}"}}}', '{"name": "a", "parameters": {}}',
     '{"name": "a", "arguments": {"x": "{"}}; {"name": "b", "parameters": {"y": 2}}',
-    'text {"name": "a", "parameters": {"é": "\\ud83d"}} more', '{"name": "a"}', "[1, {}]",
+    'text {"name": "a", "parameters": {"é": "\\ud83d"}} more', "[1, {}]",
     "<tool_call>1</tool_call>",
 ]  # fmt: skip
 
 
+KINDS = {
+    "s": {"type": "string"}, "i": {"type": "integer"}, "f": {"type": "number"},
+    "b": {"type": "boolean"}, "l": {"type": "array"}, "o": {"type": "object"},
+    "u": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "e": {"enum": ["x", 3]},
+}  # fmt: skip
+TYPED = [{"type": "function", "function": {
+    "name": "go", "parameters": {"type": "object", "properties": KINDS}}}]  # fmt: skip
+VALUES = [
+    {}, {"s": "5", "i": "5", "f": "2.0", "b": "True", "l": "[1]", "o": '{"x": 1}', "u": "null"},
+    {"i": "x", "f": "nan", "b": "maybe", "l": "[", "u": "7", "e": "3"}, {"s": " a\nb ", "new": "7"},
+    {"s": "<b>{</b>"},
+]  # fmt: skip
+
+
+def coder(values):
+    return "<tool_call>\n<function=go>\n" + "".join(
+        f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items()
+    ) + "</function>\n</tool_call>"  # fmt: skip
+
+
+def glm(values):
+    return "<tool_call>go\n" + "".join(
+        f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for name, value in values.items()
+    ) + "</tool_call>"  # fmt: skip
+
+
 @pytest.mark.parametrize("name", list(PARSERS))
 def test_calls_are_those_that_vllm_parses(name):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
     from vllm.tool_parsers import ToolParserManager
 
     class Tokenizer:  # vLLM's parsers read only the id of their special token
         def get_vocab(self):
             return {"<|python_tag|>": 1}
 
-    for text in TEXTS:
-        parser = ToolParserManager.get_tool_parser(name)(Tokenizer())
+    write = {"qwen3_coder": coder, "glm45": glm}.get(name)
+    texts = TEXTS if write is None else ["", "plain", "<tool_call>", *map(write, VALUES)]
+    texts += [] if write is None else [f"I go. {write(VALUES[1])}\nand {write({})}, so"]
+    tools = [ChatCompletionToolsParam(**one) for one in TYPED]
+    for text in texts:
+        parser = ToolParserManager.get_tool_parser(name)(Tokenizer(), tools)
         found = parser.extract_tool_calls(text, None)
         theirs = [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls]
-        ours = PARSERS[name](text)
+        ours = parse_calls(text, name, in_thinking=False, tools=TYPED)
         # What vLLM hands on as text because a call is wrong is an error that the policy reads.
         assert [(c.name, c.arguments) for c in ours if not c.problem] == theirs, text
         if name == "llama3_json":
             assert not any(c.problem for c in ours)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["", ', "arguments": null', ', "arguments": ""', ', "arguments": "null"', ', "arguments": {}',
+     ', "parameters": null', ', "parameters": {}', ', "arguments": " {} "'],
+)  # fmt: skip
+def test_call_without_arguments_is_a_call_with_none_however_it_is_written(arguments):
+    written = '{"name": "now"' + arguments + "}"
+    for text, name in ((f"<tool_call>{written}</tool_call>", "hermes"), (written, "llama3_json"),
+                       (coder({}), "qwen3_coder"), (glm({}), "glm45")):  # fmt: skip
+        (found,) = parse_calls(text, name, in_thinking=False)
+        assert (found.arguments, found.problem) == ({}, "")
+    message = {"role": "assistant", "tool_calls": [{"function": json.loads(written)}]}
+    (message,) = with_text_arguments([parse_message(message)])
+    assert message["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+def test_numbers_that_json_lacks_are_no_arguments():
+    for value in ("NaN", "Infinity", "1e999"):
+        (found,) = parse_hermes('<tool_call>{"name": "a", "arguments": {"x": [' + value + "]}}")
+        assert "not valid JSON" in found.problem
+
+
+def test_texts_of_a_call_have_the_types_of_the_tools_parameters():
+    def weigh(sizes: list[int], names: dict[str, int] | None = None, exact: bool = False) -> str:
+        """Weigh.
+
+        Args:
+            sizes: Sizes.
+            names: Names.
+            exact: Exactly.
+        """
+        return json.dumps([sizes, names, exact])
+
+    class Scales(ToolEnvironment):
+        tools, call_format = (weigh,), "glm45"
+
+    text = "<tool_call>weigh<arg_key>sizes</arg_key><arg_value>[1, 2]</arg_value>"
+    text += '<arg_key>names</arg_key><arg_value>{"a": 3}</arg_value></tool_call>'
+    answer = asyncio.run(Scales({}, 0).step(text))
+    assert answer.observation[0]["content"] == '[[1, 2], {"a": 3}, false]'
 
 
 def test_wrong_calls_are_errors_in_one_format_and_text_in_other():

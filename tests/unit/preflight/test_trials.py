@@ -1,9 +1,15 @@
 """Checks of an environment: settings against each other, then one answer in a worker process."""
 
+import re
+
 import pytest
 
 from megatron_rl.config import ConfigError, parse_config
-from megatron_rl.preflight.trials import start_environment_trial, with_tools
+from megatron_rl.preflight.trials import (
+    call_format_problem,
+    start_environment_trial,
+    with_tools,
+)
 from megatron_rl.types import Prompt
 from tests.character_tokenizer import build_tokenizer
 
@@ -89,3 +95,60 @@ def test_environment_is_loaded_and_tested_on_row(name, row, message, tmp_path):
         (problem,) = problems
         assert problem.startswith(f"environment.name={name}: ") and message in problem
         assert "\n" not in problem
+
+
+CODER = (  # as of Qwen3.5
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}<tool_call>\n"
+    "<function={{ f.name }}>\n"
+    "{% for k, v in f.arguments | items %}<parameter={{ k }}>\n"
+    "{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}"
+)
+GLM = (  # as of GLM-4.5
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}\n<tool_call>{{ f.name }}\n"
+    "{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+    "{% endfor %}"
+)
+HERMES = (  # as of Qwen2.5
+    "{% for c in m.tool_calls or [] %}\n<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}"
+)
+TEXTS = (  # of arguments that are given as texts
+    "{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}</tool_call>'
+    "{% endfor %}"
+)
+LLAMA = (
+    "{% for c in m.tool_calls or [] %}"
+    "{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}{% endfor %}"
+)
+MISTRAL = "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% endif %}"
+WEIGH = {"type": "function", "function": {"name": "weigh", "parameters": {"properties": {
+    "name": {"type": "string"}, "pieces": {"type": "integer"}, "exact": {"type": "boolean"},
+    "unit": {"type": "string", "enum": ["kg", "t"]}, "boxes": {"type": "array"}}}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("calls", "call_format", "cure"),
+    [
+        (CODER, "hermes", "set call_format = 'qwen3_coder' in the class"),
+        (GLM, "hermes", "set call_format = 'glm45' in the class"),
+        (LLAMA, "hermes", "set call_format = 'llama3_json'"),
+        (HERMES, "qwen3_coder", "set call_format = 'hermes'"),
+        (MISTRAL, "hermes", "of the formats .* none does: repair chat_template"),
+        (CODER, "qwen3_coder", None), (GLM, "glm45", None), (HERMES, "hermes", None),
+        (TEXTS, "hermes", None), (LLAMA, "llama3_json", None), ("", "hermes", None),
+        ("{% if m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}", "hermes", None),
+    ],
+)  # fmt: skip
+def test_calls_of_the_template_are_read_by_the_format_of_the_class(calls, call_format, cure):
+    tokenizer = build_tokenizer(64)
+    shown = "{% if tools %}Call as <tool_call>{}</tool_call>: {{ tools | tojson }}{% endif %}"
+    body = "{{ m.role }}: {{ m.content }}<think>\n\n</think>"
+    tokenizer.chat_template = shown + "{% for m in messages %}" + body + calls + "{% endfor %}"
+    found = call_format_problem(call_format, WEIGH, tokenizer, {"tools": [WEIGH]})
+    assert (found is None) == (cure is None), found
+    if cure is not None:
+        assert re.search(cure, found) and f"call_format={call_format!r} does not read" in found

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.rewards.math_answer import (
     CUT_BOX,
+    can_be_right,
     extract_answer,
     verify_after_thinking,
     verify_anywhere,
@@ -58,6 +59,12 @@ from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
         ("**Respuesta:** 12", "12"),
         ("R\u00e9ponse : 12", "12"),
         ("Antwort: 12", "12"),
+        ("La r\u00e9ponse finale est : 12", "12"),  # the adjective follows the noun
+        ("**Respuesta final:** 12", "12"),
+        ("Risposta corretta: 12\n", "12"),
+        ("C\u00e2u tr\u1ea3 l\u1eddi cu\u1ed1i c\u00f9ng: 12", "12"),
+        ("\u041e\u0442\u0432\u0435\u0442 \u0442\u0430\u043a\u043e\u0432: 12", "12"),
+        ("Answer (final): 12", "12"),
         ("\u041e\u0442\u0432\u0435\u0442: 12", "12"),
         ("\uc815\ub2f5: 12", "12"),
         ("\u7b54\u3048\uff1a12", "12"),
@@ -113,6 +120,18 @@ def test_answer_of_kind_has_reward(kind):
         if verify_math_answer(f"so \\boxed{{{answer}}}", truth, "")[0] != reward
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("truth", "right"),
+    [
+        ("12", True), (r"\frac12", True), ("(0, 3]", True), ("Paris", True), ("7 km/h", True),
+        ('["7", "seven"]', True), ("B", True), ("x = 5 #### 5", True),
+        (r"\frac{1}{2", False), ("####", False), (" ", False), (r"5 \to 7", False),
+    ],
+)  # fmt: skip
+def test_a_truth_is_asked_whether_an_answer_can_equal_it(truth, right):
+    assert can_be_right(truth) == right
 
 
 def test_pairs_have_right_and_wrong_answers_of_every_kind():

@@ -48,3 +48,20 @@ def test_row_takes_the_place_of_one_that_a_kill_has_cut(tmp_path):
         file.write_text(text)
         files.append_row(file, {"b": 2})
         assert files.read_rows(file) == [*([{"a": 1}] if text else []), {"b": 2}]
+
+
+def test_ends_of_files_are_read_and_cut_without_the_rest(tmp_path, monkeypatch):
+    """Show that the first rows, damaged here, are not parsed: 100,000 steps have gigabytes."""
+    monkeypatch.setattr(files, "_BLOCK", 7)
+    rows = [{"step": step, "a": step / 2, "b/a": 9, "eval/x/avg@1": step} for step in range(5)]
+    text = "{damaged}\n" + "".join(files.json.dumps(row) + "\n" for row in rows)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(text + '{"step": 5, "a"')
+    assert files.last_step(tmp_path) == 4
+    assert files.read_metric(tmp_path, "a") == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert files.evaluation_scores(tmp_path, metric="eval/x/avg@1") == {n: n for n in range(5)}
+    files.drop_rows(file, until=lambda row: row["step"] <= 2)
+    assert file.read_text() == text[: text.index(files.json.dumps(rows[3]))]
+    file.write_text('{"step": 1}\n')
+    files.drop_rows(file, until=lambda row: False)
+    assert file.read_text() == "" and files.last_step(tmp_path) is None

@@ -58,6 +58,31 @@ def test_lock_satisfies_requirements(kind, python, package):
         assert requirement.specifier.contains(releases[name]), requirement
 
 
+def test_lock_of_cuda_torch_is_the_one_that_cpu_sets_need(package):
+    """With hashes for every Python, and apart from torch nothing that the CPU lock has."""
+    text = lock.TORCH_LOCK.read_text()
+    found = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}.*\n)+)", text, re.M
+    )
+    releases = {name: (version, hashes.count("--hash")) for name, version, hashes in found}
+    assert len(releases) == len(re.findall(r"^\w", text, re.M)) > 10
+    assert "://" not in text and re.search(r"^# Download: \d\.\d GB$", text, re.M)
+    for python in versions.PYTHONS:
+        assert versions.release_set("cpu", python).torch == f"=={releases['torch'][0]}"
+    assert releases["torch"][1] == len(versions.PYTHONS)
+    cpu = set(re.findall(r"^([\w.-]+)==", lock.lock_file("cpu", "3.11").read_text(), re.M))
+    assert cpu & set(releases) == {"torch"}
+
+
+def test_locks_have_a_wheel_of_megatron_core_for_each_python():
+    """Its metadata exclude Python 3.11, so uv drops that wheel; its source needs a compiler."""
+    for kind, python in lock.SETS:
+        if kind != "launcher":
+            text = lock.lock_file(kind, python).read_text()
+            (hashes,) = re.findall(r"^megatron-core==.*\n((?:    --hash.*\n)+)", text, re.M)
+            assert hashes.count("--hash") == 7  # three Pythons, two machines, the source
+
+
 def test_every_supported_set_has_a_lock():
     """But CPU under Python 3.12 and 3.13, of whose torch no file has been available here."""
     sets = {(one.device, python) for one in versions.SETS for python in one.pythons}
@@ -87,6 +112,17 @@ def test_builds_that_cpu_torch_cannot_load_are_hidden(tmp_path, monkeypatch):
         importlib.import_module("torchvision")
     monkeypatch.setattr(versions, "installed_version", lambda name: "2.13.0")  # a build for CUDA
     assert versions.unloadable_builds() == {}
+
+
+def test_requirements_beside_torch_leave_out_what_names_a_build(tmp_path, monkeypatch):
+    (tmp_path / "engine-1.dist-info").mkdir()
+    needs = ("torch==2.13.0+cpu; platform_machine == 'x86_64'", "torchaudio", "torchcodec>=0.14",
+             "numpy", "torchtyping>=1; python_version > '3'")  # fmt: skip
+    lines = ["Metadata-Version: 2.1", "Name: engine", "Version: 1"]
+    text = "\n".join(lines + [f"Requires-Dist: {one}" for one in needs])
+    (tmp_path / "engine-1.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert versions.requirements_beside_torch("engine") == [*needs[3:]]
 
 
 def test_table_in_docs_equals_table():

@@ -1,11 +1,12 @@
 """Peak memory of phases on a device that an engine shares, seconds of the start, timelines."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.runtime.processes import command_start
 from megatron_rl.telemetry import metrics
-from megatron_rl.telemetry.metrics import Interval, PeakMemory, PhaseClock, StartUp
+from megatron_rl.telemetry.metrics import HostMemoryTrend, Interval, PeakMemory, PhaseClock, StartUp
 
 
 def test_memory_released_by_sleeping_engine_is_excluded(monkeypatch):
@@ -73,3 +74,18 @@ def test_timeline_of_step_has_its_phases_where_they_began(monkeypatch):
         second = clock.pop_timeline(has_engine_ranks=False)
     own = [["record", 0.0, 1.0], ["eval", 3.0, 1.0]]
     assert second == {"start": 1007.0, "seconds": 4.0, "ranks": {"all ranks": own}}
+
+
+def test_warning_comes_before_the_memory_of_the_host_ends():
+    """A leak of 1 MiB a step is named 200 steps before, at half of them, and so on; noise never."""
+    trend, still = HostMemoryTrend(steps=5000), HostMemoryTrend(steps=5000)
+    named = []
+    for step in range(1, 1024):
+        noise = (-1) ** step / 100
+        assert still.warning(step, 8 + noise) is None
+        if (text := trend.warning(step, (1024 - step) / 1024)) is not None:
+            named.append(1024 - step)
+            assert f"ends in about {1024 - step} steps" in text and "1.0 MiB less" in text
+    np.testing.assert_allclose(named[:3], [200, 100, 50], atol=1)  # rounding of the line
+    short = HostMemoryTrend(steps=300)
+    assert not any(short.warning(step, (1024 - step) / 1024) for step in range(1, 301))

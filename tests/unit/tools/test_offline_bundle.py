@@ -19,19 +19,19 @@ from tools import offline_bundle
 ROOT = Path(__file__).parents[3]
 
 
-def make_wheel(folder, name, *, needs=(), data=b""):
+def make_wheel(folder, name, *, version="1.0", needs=(), data=b""):
     """A wheel in `index/` with one module and one shared object."""
-    about = f"{name}-1.0.dist-info"
+    about = f"{name}-{version}.dist-info"
     requires = "".join(f"Requires-Dist: {one}\n" for one in needs)
     files = {
         f"{name}/__init__.py": f"NAME = {name!r}\n",
         f"{name}/lib.so": data,
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{requires}",
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}",
         f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{about}/RECORD"] = "".join(f"{one},,\n" for one in [*files, f"{about}/RECORD"])
     (folder / "index").mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / "index" / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / "index" / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for path, content in files.items():
             wheel.writestr(path, content)
 
