@@ -1,4 +1,4 @@
-"""What sharing common beginnings costs an actor's model."""
+"""Cost of common beginnings in an actor's model."""
 
 from __future__ import annotations
 

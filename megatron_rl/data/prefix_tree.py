@@ -1,4 +1,4 @@
-"""What sequences have in common at their beginning, as segments that a pack computes once.
+"""Common beginnings of sequences, as segments that a pack computes once.
 
 A tree of token sequences: every node is a run of tokens, and a sequence is the path from the root
 to its leaf. Each node becomes a segment of the pack, which continues the segment of the node above.

@@ -1,4 +1,4 @@
-"""Which rollouts of a minibatch are packed together because they begin alike.
+"""Choice of the rollouts that are packed together because they begin alike.
 
 Every rank knows all prompts and lengths, so each plans by itself. Rollouts that begin alike are one
 item, or several where the token budget cuts them: whole groups where they fit, and otherwise parts

@@ -1,4 +1,4 @@
-"""What sequences have in common is computed once, and nothing else changes.
+"""Packs in which common beginnings are computed once, and nothing else changes.
 
 A small transformer in float64, on the real packs, layouts and attention: log-probs and gradients
 are those of packs in which every response has its whole prompt, and every mistake shows.
