@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl.objectives.spec import ObjectiveSpec
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -102,7 +104,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "divergences over the vocabulary": Feature(
         _named("objective.kl over the whole vocabulary",
-               lambda c: "divergence" in c.objective.choice.needs),
+               lambda c: isinstance(c.objective.choice, ObjectiveSpec)
+               and "divergence" in c.objective.choice.needs),
         ("objective={name: grpo, kl: {coefficient: 1, estimator: jsd}}",),
         _all(("top-k", "top-p", "min-p"),
              "the policy that generates is over the tokens that its sampler kept; set "

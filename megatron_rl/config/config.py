@@ -33,7 +33,7 @@ from megatron_rl.config.sections import (
     TrainerSection,
     WorkersSection,
 )
-from megatron_rl.objectives.spec import needs_reference, uses_advantages
+from megatron_rl.objectives.spec import FunctionSpec, needs_reference, uses_advantages
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "rollout": {"responses_per_prompt": 1},
@@ -181,7 +181,8 @@ class Config(Section):
             ),
             **{
                 f"{key}={path}": (
-                    not needs_reference(self.objective.choice.needs),
+                    isinstance(self.objective.choice, FunctionSpec)
+                    or not needs_reference(self.objective.choice.needs),
                     f"objective.name={self.objective.name} without objective.kl",
                 )
                 for key, path in self.given_references.items()

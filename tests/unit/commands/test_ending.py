@@ -103,8 +103,10 @@ def test_describe_full_disk_names_path(run, monkeypatch):
         describe(full, run, monkeypatch).text
     )
     folder = RunDirectory.of(run).path
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0 if path == str(folder) else 9))
+    usage = namedtuple("usage", "free total")
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage(0 if path == str(folder) else 9, 10)
+    )
     quota = OSError(errno.EDQUOT, "writing")  # as of pyarrow, without a file
     assert f"the disk of {folder}: free some" in describe(quota, run, monkeypatch).text
 

@@ -342,7 +342,7 @@ MISTAKES = {
     "the engine's log-probs are shifted by an observation": (
         packing.spread_columns,
         "values[response_mask] =",
-        "values[: response_mask.sum()] =",
+        "values[np.roll(response_mask, 1)] =",
     ),
     "what a later history keeps counts twice in L": (
         SequenceLayout._counts, "running[ends] - before  # [R]", "running[ends] - before + 1"

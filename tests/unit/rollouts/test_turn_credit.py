@@ -178,7 +178,7 @@ def test_gradient_over_all_pairs_of_conversations_is_exact():
 MISTAKES = {
     "rewards up to the turn": (advantages.returns_to_go, "rewards.flip(1).cumsum(1).flip(1)",
                                "rewards.cumsum(1)"),
-    "rewards of other turns count twice": (building._turn_returns, "math.fsum(earlier)", "0"),
+    "rewards of other turns count twice": (building.turn_rewards, "math.fsum(earlier)", "0"),
 }  # fmt: skip
 
 
