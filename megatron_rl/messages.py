@@ -120,7 +120,7 @@ def refuse_left_out(
 ) -> None:
     """Raise UserError for a column that published formats add to the prompt, if it lacks its text.
 
-    prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` beside
+    prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` next to
     `instruction` (Alpaca), and what OpenAI's older API and TRL pass to the template.
     """
     text = "\n".join(message["content"] for message in messages)

@@ -312,7 +312,7 @@ class ReferenceTop:
 
 @dataclass(frozen=True)
 class ReferenceParts:
-    """What several references give to a pack, each at some of its n response tokens."""
+    """The inputs that several references give to a pack, each at some of its n response tokens."""
 
     positions: tuple[Tensor, ...]  # [n_i] int64 of each part, without common ones
     parts: tuple[ReferenceHead | ReferenceTop, ...]

@@ -94,7 +94,7 @@ class LocalPack:
 
 
 class PackParts(NamedTuple):
-    """What a prepared pack is made of, as in `TokenBatch`; nothing else of a pack is read."""
+    """The parts of a `TokenBatch` that a pack is prepared from; nothing else of it is read."""
 
     tokens: Tensor
     labels: Tensor

@@ -65,12 +65,12 @@ def _watch(write: Callable[..., list[Path]], runs: Sequence[str], *, seconds: fl
     if not seconds >= 1:
         raise ConfigError(f"--watch {seconds:g}: give seconds, 1 or more")
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    told = False
+    has_reported = False
     with contextlib.suppress(KeyboardInterrupt):
         while not all(map(is_finished, find_runs(runs))):
             (page,) = write(reload=seconds)
-            if not told:
+            if not has_reported:
                 line = f"{page} is written every {seconds:g} s until the runs are finished"
                 print(f"megatron-rl: {line}; Ctrl-C ends it", file=sys.stderr, flush=True)
-                told = True
+                has_reported = True
             time.sleep(seconds)

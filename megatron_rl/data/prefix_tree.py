@@ -10,7 +10,7 @@ it sampled with its own later sequences, in which the same tokens are observed. 
 happen to sample the same tokens, each keeps its own: as many losses as responses.
 
 The last token of a prompt predicts the first sampled one. It is the first token of each response's
-own segment, so every label, mask and log-prob stays beside the token that predicts it.
+own segment, so every label, mask and log-prob stays with the token that predicts it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MOST_COPIES = 8
 
 @dataclass(frozen=True)
 class Sharing:
-    """Whether a pack computes the common beginning of its sequences once.
+    """The choice of packs that compute the common beginning of their sequences once.
 
     always: wherever it saves rows, whatever it costs.
     """

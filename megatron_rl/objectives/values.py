@@ -19,7 +19,7 @@ from megatron_rl.types import Denominators
 
 @dataclass(frozen=True)
 class GaeSettings:
-    """How advantages and targets follow from rewards and values.
+    """Settings by which advantages and targets follow from rewards and values.
 
     discount: the step that gamma and lambda count, a sampled token or a turn of the policy; within
     a turn both are then 1. length_alpha: VAPO's (arXiv 2504.05118), lambda is 1 - 1 / (alpha L) for

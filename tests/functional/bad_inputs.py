@@ -369,7 +369,7 @@ MODELS = [
          both(copy("model", "critic_model"), edit_json("critic_model/config.json", vocab_size=40))),
     Case("a critic that is not there", ("critic.path: /nowhere/config.json does not exist",),
          ("critic.path=/nowhere",)),
-    Case("a critic beside a baseline of the group",
+    Case("a critic together with a baseline of the group",
          ("advantage: no effect with critic", "unset one"),
          ("critic={}", "advantage.estimator=leave_one_out")),
     Case("a critic for an objective of whole responses",

@@ -13,7 +13,7 @@ from megatron_rl.config import ConfigError
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What the client asks of the hub when it uploads small files."""
+    """Answer what the client asks of the hub when it uploads small files."""
 
     repositories: dict
     protocol_version = "HTTP/1.1"

@@ -121,7 +121,7 @@ def _product(size):
 
 
 def test_exported_parameters_have_the_bytes_of_the_models_files(tmp_path):
-    """What `export` writes has their dtypes: half of the parameters in two bytes, half in four."""
+    """Exported files have their dtypes: half of the parameters in two bytes, half in four."""
     assert export_bytes_per_parameter(tmp_path) == 4  # nothing is known
     (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
     assert export_bytes_per_parameter(tmp_path) == 2
