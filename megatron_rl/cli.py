@@ -97,10 +97,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         is_named = "=" not in word and not hasattr(options, "named")
         if word.startswith("-") or is_named or "overrides" not in options:
             # `parser.error` would also print the usage of all commands.
-            answers = answer_command(arguments[1:]) if "overrides" in options else []
+            lines = answer_command(arguments[1:]) if "overrides" in options else []
             # One line for one option, lines for a pasted command.
-            text = "".join(f"\n  {line}" for line in answers) if len(answers) > 1 else ""
-            text = text or "".join(f"; {line}" for line in answers) or _suggestion(word)
+            text = "".join(f"\n  {line}" for line in lines) if len(lines) > 1 else ""
+            text = text or "".join(f"; {line}" for line in lines) or _suggestion(word)
             parser.exit(2, f"megatron-rl: error: unknown argument {word!r}{text}\n")
         options.overrides.append(word)
     if (problem := resolve_named(options)) is not None:

@@ -95,8 +95,8 @@ def check_place(config: Config, place: ProcessPlace | None) -> None:
     started = {LAUNCHER, "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"} & set(os.environ)
     if place is not None and not started and (found := config.process_problems(place.world_size)):
         raise ConfigError(
-            f"{found[0]}; their number is WORLD_SIZE={place.world_size} of the environment, next to "
-            f"RANK={place.rank}: {ALONE} if these are left over"
+            f"{found[0]}; their number is WORLD_SIZE={place.world_size} of the environment, "
+            f"next to RANK={place.rank}: {ALONE} if these are left over"
         )
 
 

@@ -535,7 +535,8 @@ class Planner:
     def _reference_bytes(self, stages: Sequence[Counts], *, on_device: bool = False) -> float:
         """Return the bytes of the references on the host, except the model without its adapters.
 
-        on_device: of the largest with another shape, which shares the device with the policy while it scores.
+        on_device: of the largest with another shape, which is on the device with the policy while
+        it scores.
         """
         weights = max(stage["states weights"] for stage in stages)
         config, own = self.config, sum(_weights(self.shape))
