@@ -244,16 +244,18 @@ def locked_folder(parent: Path, *, prefix: str) -> Iterator[Path]:
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             shutil.rmtree(folder)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with _locked(folder, fcntl.LOCK_SH):
-            if not folder.exists():  # taken for one of a killed process just before it was locked
-                continue
-            try:
-                yield folder
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            return
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            # Another process may take it for one of a killed process until it is locked.
+            with contextlib.suppress(FileNotFoundError):
+                stack.enter_context(_locked(folder, fcntl.LOCK_SH))
+                if folder.exists():
+                    break
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

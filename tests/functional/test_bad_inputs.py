@@ -155,6 +155,7 @@ def test_existing_run_is_kept(place, capsys):
     config = load_config(place / "run.yaml")
     directory, metrics = RunDirectory(place / "runs" / "a"), place / "runs" / "a" / "metrics.jsonl"
     directory.create(config)
+    directory.record_save(config.trainer.checkpoint_every)
     steps = config.trainer.checkpoint_every + 1
     metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(steps + 1)))
     before = metrics.read_bytes()
