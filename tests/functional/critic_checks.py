@@ -74,6 +74,8 @@ def run_critic(model, topology, settings, rollouts, plan, folder):
     critic.load(folder / "critic")
     critic.update(minibatch, clip=CLIP)
     assert critic.digest()["sum"] == first  # bit for bit from the checkpoint
+    for pack in packs:
+        pack.values = None  # else those would be taken
     return {"before": before, "after": by_rollout()[1], "metrics": metrics}
 
 

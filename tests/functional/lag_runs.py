@@ -4,8 +4,10 @@ What each does is in `RUNS` and `by_hand`; the tests compare what `main` leaves 
 """
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -209,6 +211,8 @@ def make_critic(folder):
         tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+    for file in Path(TASK, "model").glob("tokenizer*"):
+        shutil.copy(file, folder)
 
 
 def read_prompts(config, actor, folder):
