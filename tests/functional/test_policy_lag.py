@@ -153,6 +153,18 @@ def test_critic_s_values_advantages_and_updates(runs):
     for row in held.to_pylist():
         if row["times_trained"]:
             assert len(row["values"]) == len(row["behavior_logprobs"])
+    before, after = (
+        {
+            (*row["slot"], row["sample_index"]): row["values"]
+            for row in pq.read_table(
+                runs / "critic" / "checkpoints" / f"step_{step:06d}" / "buffer.parquet"
+            ).to_pylist()
+        }
+        for step in (2, 3)
+    )
+    again = {tuple(slot) for slot in read_rows(runs / "critic" / "schedule.jsonl")[2]["slot"]}
+    replayed = [key for key, known in before.items() if known and key[:2] in again]
+    assert replayed and all(before[key] != after[key] for key in replayed)  # by the critic of now
     first = rollouts(runs / "critic", 1)
     # Values begin at 0, gamma is 1, and the only reward follows the last token: with lambda = 0.9
     # advantage t is R * 0.9^(L - t), whose mean is recorded.
