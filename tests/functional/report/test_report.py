@@ -153,7 +153,7 @@ def test_nothing_is_cut_in_a_narrow_window(page, folder):
             page.open(folder / "report.html")
             page.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
             assert page.run(CUT) == [], width
-            assert text_of(page, ".about dd:nth-of-type(1)") == "a model"
+            assert "a model" in text_of(page, ".about")
     finally:
         page.resize(1360, 1000)
 
