@@ -335,9 +335,13 @@ def compare(folder: Path) -> int:
 def make(folder: Path, *, steps: int, every: int, only: str | None, compares: bool) -> int:
     """Make or continue the two runs, or one of them, and compare them."""
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run ends with this process
     make_task()
-    for name, between in (("calm", None), ("troubled", every)):
-        if not compares and only in (None, name):
-            Month(folder.resolve(), name, steps=steps, every=between).go_on()
+    # The run ends with this process.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for name, between in (("calm", None), ("troubled", every)):
+            if not compares and only in (None, name):
+                Month(folder.resolve(), name, steps=steps, every=between).go_on()
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return compare(folder) if only is None else 0
