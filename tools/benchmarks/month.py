@@ -284,13 +284,16 @@ class Month:
 
 
 def _name(process: psutil.Process) -> str:
-    """Name the part of a run that a process is."""
-    line = " ".join(process.cmdline())
+    """Name the part of a run that a process is; "" if it has just ended."""
+    try:
+        line = " ".join(process.cmdline())
+        parent = process.parent()
+        above = "" if parent is None else " ".join(parent.cmdline())
+    except psutil.Error:
+        return ""
     parts = {"runtime.watchdog": "watchdog", "environments.broker": "manager",
              "rewards.broker": "manager", "workers.template": "template"}  # fmt: skip
     found = next((name for part, name in parts.items() if part in line), "")
-    parent = process.parent()
-    above = "" if parent is None else " ".join(parent.cmdline())
     if found == "template" and "workers.template" in above:
         return "worker"
     if not found:
