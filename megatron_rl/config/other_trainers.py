@@ -71,7 +71,7 @@ def _row(key: str) -> str | None:
 def _describe(key: str, row: str) -> str | None:
     tool, table = ("TRL", TRL) if row in TRL else ("verl", VERL)
     if row not in table:
-        if row.partition(".")[0] not in _ROOTS - {"data", "trainer", "reward", "model"}:
+        if row.partition(".")[0] not in _ROOTS - {"data", "trainer", "reward", "model", "critic"}:
             return None
         text = f"verl 0.9.1 has no {row}"
         return f"{key}: unknown key; it begins as verl's, but {text} ({PAGE}); leave it out"

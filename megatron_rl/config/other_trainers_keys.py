@@ -285,7 +285,18 @@ VERL |= (
         "trainer.critic_warmup": "critic.warmup_steps",
         "trainer.max_critic_ckpt_to_keep": "trainer.keep_checkpoints: a checkpoint has both models",
     }
-    | _none(_CRITIC, "critic")
+    | _none(
+        _CRITIC,
+            "checkpoint", "data_loader_seed", "forward_max_token_len_per_gpu",
+            "forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "fsdp",
+            "grad_clip", "loss_agg_mode", "loss_scale_factor", "megatron", "model",
+            "nccl_timeout", "optim", "ppo_epochs", "ppo_max_token_len_per_gpu",
+            "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
+            "ppo_mini_batch_size", "profiler", "rollout_n", "shuffle", "strategy",
+            "torchtitan", "ulysses_sequence_parallel_size", "use_dynamic_bsz",
+            "veomni",
+        below="critic",
+    )
     | _none("prompts are not weighted", "algorithm.use_pf_ppo", "algorithm.pf_ppo")
     | _none("groups with equal rewards are left out", "algorithm.filter_groups")
     | _none("correction is per token or sequence, without normalization",

@@ -415,8 +415,8 @@ class TrainerSection(Section):
     restarted, doubled during set-up, checkpoints and export; null disables the watchdog."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU. On a CPU
-    with avx512_bf16 or AMX (`lscpu`), bfloat16 is faster for models of 100 M parameters or more;
-    the engine's log-probs are then about 0.04 from the actor's instead of 0.00001."""
+    with avx512_bf16 or AMX (`lscpu`) try bfloat16 for a pretrained model, at the cost of a larger
+    train-inference mismatch (`docs/measurements.md`)."""
 
 
 class ReshardingSection(Section):
