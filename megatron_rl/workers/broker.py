@@ -34,6 +34,7 @@ from megatron_rl.workers.template import (
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
 EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
+_LEFT_SECONDS = 12.0  # for the ends of all processes when the trainer has closed the link
 _TRACKER_SECONDS = 1.0  # for Python's resource tracker, which removes shared memory as it ends
 
 Message = dict[str, Any]
@@ -252,7 +253,7 @@ class Broker:
         self._template.wait()
         self._sessions.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._end_left(), CLOSE_SECONDS)
+            await asyncio.wait_for(self._end_left(), _LEFT_SECONDS)
         shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         with contextlib.suppress(ConnectionError):
             self._output.close()
@@ -417,13 +418,14 @@ class Broker:
         """
         began = time.monotonic()
         while True:
-            left = []
+            left, has_ended = [], False
             for pid in set(children_of(os.getpid())) - {self._template.pid}:
                 with contextlib.suppress(ChildProcessError):
-                    is_there = os.waitpid(pid, os.WNOHANG) == (0, 0)
-                    if is_there and session_of(pid) not in self._sessions:
+                    if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                        has_ended = True  # its own children have come here since the list was read
+                    elif session_of(pid) not in self._sessions:
                         left.append(pid)
-            if not left:
+            if not left and not has_ended:
                 return
             is_patient = time.monotonic() < began + _TRACKER_SECONDS
             for pid in left:

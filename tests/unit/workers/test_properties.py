@@ -322,6 +322,38 @@ def test_everything_ends_with_a_killed_trainer(tmp_path):
     assert blocks and not any(Path("/dev/shm", block).exists() for block in blocks)
 
 
+ENDS_WHILE_LISTED = """
+import asyncio, os, subprocess, types
+from megatron_rl.workers import broker
+from megatron_rl.workers.template import adopt_orphans
+from tests.running import is_running
+
+adopt_orphans()
+unit = subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000 & wait"], start_new_session=True)
+children_of = broker.children_of
+while len(left := children_of(unit.pid)) < 2:
+    pass
+
+def slow_list(pid):
+    found = children_of(pid)
+    if unit.pid in found:
+        unit.kill()
+        os.waitid(os.P_PID, unit.pid, os.WEXITED | os.WNOWAIT)
+    return found
+
+broker.children_of = slow_list
+manager = broker.Broker(None, {})
+manager._template = types.SimpleNamespace(pid=0)
+asyncio.run(manager._end_left())
+assert not any(map(is_running, left)), left
+"""
+
+
+def test_process_that_ends_while_its_siblings_are_listed_leaves_nothing():
+    """What it had started has become a child of the manager only after the list was read."""
+    subprocess.run([sys.executable, "-c", ENDS_WHILE_LISTED], check=True, timeout=60)
+
+
 NO_CHILDREN = """
 import pytest
 from megatron_rl.environments.interface import BrokenEnvironmentError
