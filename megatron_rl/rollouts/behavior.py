@@ -18,6 +18,7 @@ from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 from megatron_rl.data.token_rows import is_local, remote_row
 from megatron_rl.engine.engine import Responder
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.scoring import score_behavior, score_behavior_by_engine
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
@@ -36,10 +37,11 @@ class BehaviorLogprobs:
     can_resume_inside: ClassVar[bool] = True  # see RolloutSource
     empty_logprobs: ClassVar[np.ndarray | None] = None  # a response before its first token
 
-    def freeze(self, batch: RolloutBatch) -> None:
-        """Fix the log-probs of a batch that was just generated. Collective."""
+    def score(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return a batch that was just generated with its log-probs. Collective."""
+        return batch
 
-    def freeze_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
+    def score_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
         """Fix the log-probs of the tokens that unfinished groups have gained. Collective."""
 
 
@@ -49,8 +51,8 @@ class ModelLogprobs(BehaviorLogprobs):
 
     model: MegatronActor | ReferencePolicy
 
-    def freeze(self, batch: RolloutBatch) -> None:
-        batch.freeze_behavior_logprobs(self.model)
+    def score(self, batch: RolloutBatch) -> RolloutBatch:
+        return score_behavior(batch, self.model)
 
 
 class EngineLogprobs(BehaviorLogprobs):
@@ -60,8 +62,8 @@ class EngineLogprobs(BehaviorLogprobs):
     # run that resumes after a later one no longer has.
     can_resume_inside = False
 
-    def freeze(self, batch: RolloutBatch) -> None:
-        batch.freeze_engine_logprobs()
+    def score(self, batch: RolloutBatch) -> RolloutBatch:
+        return score_behavior_by_engine(batch)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class WindowLogprobs(BehaviorLogprobs):
     tokens_per_micro_batch: int
     empty_logprobs = np.empty(0, np.float32)
 
-    def freeze_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
+    def score_window(self, unfinished: MutableMapping[PromptSlot, PromptGroup]) -> None:
         grown = [
             (slot, index, rollout, known)
             for slot, group in sorted(unfinished.items())

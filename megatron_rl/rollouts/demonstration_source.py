@@ -11,7 +11,7 @@ from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.types import GradeResult, Minibatch, Prompt, Response, Rollout
 
 GRADE = GradeResult(1.0, "given answer", None)  # its advantage is 1, with advantage.estimator=raw
@@ -48,8 +48,8 @@ class DemonstrationSource(RolloutSource):
                 for slots in buffer.missing(step)
             ]
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        return generated
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
+        return StepInput(generated)
 
     def validate(self, step: int) -> dict[str, float]:
         config = self.run.config

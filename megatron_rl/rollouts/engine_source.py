@@ -23,7 +23,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt, PromptSlot, Rollout, SamplingSettings
 
@@ -211,11 +211,12 @@ class EngineSource(RolloutSource):
         filled = self.fill(missing, spare, step) if missing else []
         return pack_filled(self.run, filled, step, updates=self.run.actor.updates)
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        with self.run.clock.phase("behavior"):
-            for batch in generated:
-                self.behavior.freeze(batch)
-        return generated
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
+        clock = self.run.clock
+        with clock.phase("behavior"):
+            batches = [self.behavior.score(batch) for batch in generated]
+        seconds = clock.seconds.get("rollout", 0.0)
+        return StepInput(batches, generation_metrics(batches, self.pop_costs(), seconds=seconds))
 
     def fill(
         self, parts: Sequence[Sequence[PromptSlot]], spare: list[PromptSlot], step: int
@@ -285,10 +286,6 @@ class EngineSource(RolloutSource):
             block = (slots[0].step - 1) * self.sampling.rounds + number - 1
             indices = order.indices(block, config.rollout.prompts_per_step)
         return [indices[slot.group] for slot in slots[:count]]
-
-    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
-        seconds = self.run.clock.seconds.get("rollout", 0.0)
-        return generation_metrics(fresh, self.pop_costs(), seconds=seconds)
 
     def pop_costs(self) -> dict[str, float]:
         """Return and reset the costs of dynamic sampling and of environments."""

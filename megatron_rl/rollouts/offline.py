@@ -33,7 +33,7 @@ from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.rollout_files import check_rollout_files, find_rollout_files, read_rows
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.runs.rollouts import (
     MASKS,
     MESSAGES,
@@ -207,12 +207,11 @@ class OfflineSource(RolloutSource):
         with clock.phase("pack"):
             return [self.run.pack(groups) for groups in parts]
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
         with self.run.clock.phase("behavior"):
-            for batch in generated:
-                self.behavior.freeze(batch)
-        check_logprobs(generated)
-        return generated
+            batches = [self.behavior.score(batch) for batch in generated]
+        check_logprobs(batches)
+        return StepInput(batches)
 
     def _start(self, slots: Sequence[PromptSlot]) -> int:
         """Position in the run of the first group of a step's slots."""

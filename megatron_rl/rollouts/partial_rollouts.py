@@ -19,7 +19,7 @@ from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import (
     GradeResult,
@@ -50,30 +50,24 @@ class WindowSource(RolloutSource):
         self._restored_step = step
 
     def score_window(
-        self, step: int, *, updates: int, engine_seconds: Sequence[float]
-    ) -> list[RolloutBatch]:
+        self, step: int, *, updates: int, seconds: float, engine_seconds: Sequence[float]
+    ) -> StepInput:
         """Compute log-probs of the window of `step`, and pack the groups that it has completed.
 
-        updates: before the window. engine_seconds: of each engine.
+        updates: before the window. seconds: of generation; engine_seconds: of each engine.
         """
         clock = self.run.clock
         with clock.phase("behavior"):
-            self.behavior.freeze_window(self.run.buffer.unfinished)
+            self.behavior.score_window(self.run.buffer.unfinished)
         with clock.phase("reward"):
             finished = self.finish(step, updates=updates)
         with clock.phase("pack"):
-            seconds = tuple(engine_seconds)
-            fresh = [self.run.pack(groups, engine_seconds=seconds) for groups in finished]
-            for batch in fresh:
-                self.behavior.freeze(batch)
-        return fresh
-
-    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
-        seconds = self.run.clock.seconds.get("rollout", 0.0)
-        return generation_metrics(fresh, {}, seconds=seconds, tokens=self.new_tokens)
-
-    def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
-        return []  # only checkpoints contain the unfinished groups too
+            each = tuple(engine_seconds)
+            packed = [self.run.pack(groups, engine_seconds=each) for groups in finished]
+            batches = [self.behavior.score(batch) for batch in packed]
+        metrics = generation_metrics(batches, {}, seconds=seconds, tokens=self.new_tokens)
+        # Only checkpoints contain the unfinished groups too.
+        return StepInput(batches, metrics, is_restorable=False)
 
     def due(self, step: int, *, arrived: Collection[PromptSlot] = ()) -> list[PromptSlot]:
         """Slots of the responses that gain a window in a step.
@@ -200,11 +194,15 @@ class PartialRolloutSource(WindowSource):
                 self.advance(step, self.due(step))
         return []  # `score` grades what this window has completed
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
         if step == self._restored_step:
-            return []
-        updates, seconds = self.run.actor.updates, self.engine.engine_seconds
-        return self.score_window(step, updates=updates, engine_seconds=seconds)
+            return StepInput([], is_restorable=False)
+        return self.score_window(
+            step,
+            updates=self.run.actor.updates,
+            seconds=self.run.clock.seconds.get("rollout", 0.0),
+            engine_seconds=self.engine.engine_seconds,
+        )
 
     def advance(self, step: int, slots: Sequence[PromptSlot]) -> None:
         """Generate one window of the groups of these slots with the current weights."""

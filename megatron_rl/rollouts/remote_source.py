@@ -28,7 +28,7 @@ from megatron_rl.rollouts.behavior import (
 from megatron_rl.rollouts.engine_source import Filled, pack_filled
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource, WindowSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.telemetry.metrics import Interval, PhaseClock
 from megatron_rl.types import Prompt, PromptGroup, PromptSlot, Rollout
 
@@ -103,16 +103,13 @@ class RemoteSource(RolloutSource):
         self._arrived = [slot for one in filled for slot in one.slots]
         return pack_filled(self.run, filled, step, updates=self._updates)
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        if generated:
-            with self.run.clock.phase("behavior"), self.kept.active():
-                for batch in generated:
-                    self.behavior.freeze(batch)
-        return generated
-
-    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
+        if not generated:
+            return StepInput([])
+        with self.run.clock.phase("behavior"), self.kept.active():
+            batches = [self.behavior.score(batch) for batch in generated]
         costs, seconds = self._costs
-        return generation_metrics(fresh, costs, seconds=seconds)
+        return StepInput(batches, generation_metrics(batches, costs, seconds=seconds))
 
 
 @dataclass
@@ -186,19 +183,19 @@ class RemotePartialSource(WindowSource):
         step, slots = self._ordered
         return [slot for slot in slots if self.run.buffer.schedule.generation(slot) <= step]
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
         if not self._is_taken:
-            return []
+            return StepInput([], is_restorable=False)
         self._is_taken = False
+        seconds, *of_engines = self._seconds
         with self.kept.active():
-            return self.score_window(step, updates=self._updates, engine_seconds=self._seconds[1:])
+            return self.score_window(
+                step, updates=self._updates, seconds=seconds, engine_seconds=of_engines
+            )
 
     def grade(self, groups: Sequence[PromptGroup]) -> list[Rollout]:
         """Return the rollouts of finished groups, which the engines have graded."""
         return [rollout for group in groups for rollout in group.rollouts]
-
-    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
-        return generation_metrics(fresh, {}, seconds=self._seconds[0], tokens=self.new_tokens)
 
     def after_checkpoint(self, step: int) -> None:
         """Do nothing: `start` has dropped the caches before the next window."""

@@ -3,22 +3,22 @@
 Every update computes the policy's log-probs anyway; for a few traced responses they are kept.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.reference import ReferencePolicy, References
 from megatron_rl.actor.settings import GEMM_TOKENS
 from megatron_rl.config import Config
 from megatron_rl.data.packing import (
     FILLER,
-    gather_by_rollout,
     plan_minibatches,
     scatter_to_packs,
     sequence_length,
@@ -30,7 +30,7 @@ from megatron_rl.objectives import PolicyObjective
 from megatron_rl.rollouts.groups import is_masked, shape_reward
 from megatron_rl.rollouts.schedule import token_versions
 from megatron_rl.runtime.seeds import derive_seed
-from megatron_rl.types import Minibatch, PromptGroup, Rollout, TokenBatch
+from megatron_rl.types import Minibatch, PromptGroup, Rollout, Row, TokenBatch
 
 
 def choose_traced(
@@ -113,11 +113,13 @@ def restore_traces(packs: Sequence[TokenBatch], traces: Mapping[int, np.ndarray]
             pack.traced_logprobs.append(values)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutBatch:
-    """Groups that one step trains, frozen while they are reused.
+    """Groups that one step trains, and packs of their tokens.
 
     The same on every rank, except where the tokens and their log-probs are (`types.Response`).
+    What is computed for it (`rollouts/scoring.py`) gives another batch with further columns; only
+    what passes record as they go, experts and traced log-probs, is put into the packs.
     """
 
     groups: list[PromptGroup]
@@ -173,127 +175,60 @@ class RolloutBatch:
         """Indices of the rollouts in this data-parallel rank's packs."""
         return [i for pack in self.packs for i in pack.rollout_indices if i != FILLER]
 
-    def freeze_behavior_logprobs(self, actor: MegatronActor | ReferencePolicy) -> None:
-        """Compute behavior log-probs and entropy with the policy that generated; collective.
-
-        This uses the packs of training, if it trains these groups together: ratios in the first
-        minibatch are then exactly 1. The actor also records which experts its tokens use.
-        """
-        self.is_exact = True
-        if isinstance(actor, MegatronActor):
-            self.use_engine_routes(actor)
-            scored = actor.compute_logprobs_and_entropies(self.packs, routing="record")
-            if self.replays_engine:  # nothing was updated: the changes are those to the engine
-                self.engine_routes_changed = actor.routing.pop_counts()
-        else:
-            scored = actor.compute_logprobs_and_entropies(self.packs)
-        for pack, (logprobs, _) in zip(self.packs, scored, strict=True):
-            pack.behavior_logprobs = logprobs
-        rows = gather_by_rollout(
-            self.packs,
-            [logprobs for logprobs, _ in scored],
-            count=len(self.computed),
-            topology=self.topology,
-            owners=[rollout.response.owner for rollout in self.rollouts],
-        )
-        entropy = self._mean([entropies for _, entropies in scored])
-        each = iter(rows)
-        self.groups = [
+    def with_columns(self, **columns: Sequence[Any]) -> RolloutBatch:
+        """Return the batch with other values in its packs: for each name, one for each pack."""
+        names, each = list(columns), zip(*columns.values(), strict=True)
+        minibatches = [
             replace(
-                group.with_column("behavior_logprobs", [next(each) for _ in group.rollouts]),
-                entropy=entropy,
+                minibatch,
+                micro_batches=[
+                    replace(pack, **dict(zip(names, next(each), strict=True)))
+                    for pack in minibatch.micro_batches
+                ],
             )
-            for group in self.groups
+            for minibatch in self.minibatches
         ]
+        assert next(each, None) is None, "one value for each pack"
+        return replace(self, minibatches=minibatches)
 
-    def record_routes(self, actor: MegatronActor) -> None:
-        """Record the experts of packs whose log-probs an ended run computed; collective.
+    def with_group_rows(self, name: str, rows: Sequence[Row]) -> RolloutBatch:
+        """Return the batch with another column of its groups: [N] one row for each rollout."""
+        each = iter(rows)
+        groups = [g.with_column(name, [next(each) for _ in g.rollouts]) for g in self.groups]
+        return replace(self, groups=groups)
 
-        The actor must have the weights that computed them.
-        """
-        self.use_engine_routes(actor)
-        if actor.routing.is_active and any(pack.routes is None for pack in self.packs):
-            actor.compute_logprobs(self.packs, routing="record")
+    def by_lag(self, step: int) -> RolloutBatch:
+        """Return the batch with classes of its tokens: how many weight versions they are behind.
 
-    def use_engine_routes(self, actor: MegatronActor) -> None:
-        """Make packs replay the engine's experts, with `model.routing_replay: engine`."""
-        if self.replays_engine:
-            actor.routing.use_engine_routes(self.packs, lambda pack: actor.packs.prepare(pack).host)
-
-    def freeze_engine_logprobs(self) -> None:
-        """Use the engine's log-probs as those of the behavior policy."""
-        for pack in self.packs:
-            pack.behavior_logprobs = pack.rollout_logprobs
-        self.groups = [
-            group.with_column(
-                "behavior_logprobs", [r.response.rollout_logprobs for r in group.rollouts]
-            )
-            for group in self.groups
-        ]
-
-    def center_on(self, actor: MegatronActor) -> None:
-        """Use ratios to the policy before this step's first update (decoupled objectives).
-
-        The objective corrects from the engine's log-probs, which the groups keep, to that policy.
-        """
-        self.is_exact = True
-        for pack, logprobs in zip(self.packs, actor.compute_logprobs(self.packs), strict=True):
-            pack.behavior_logprobs = logprobs
-
-    def report_by_lag(self, step: int) -> None:
-        """Make updates report metrics by the number of weight versions that tokens are behind.
-
-        Does nothing if no token is behind or if another run generated the rollouts.
+        Updates then report metrics by class. There is one class, which is not reported, if no token
+        is behind, and none if another run generated the rollouts.
         """
         responses = [rollout.response for rollout in self.rollouts]
         versions = {version for one in responses for _, version in one.versions}
         if min(versions) < 0:
-            return
-        self.lags = tuple(sorted(step - 1 - version for version in versions))
-        if self.lags == (0,):
-            return
+            return self
+        lags = tuple(sorted(step - 1 - version for version in versions))
+        if lags == (0,):
+            return replace(self, lags=lags)
         rows: list[np.ndarray | None] = [None] * len(responses)
         for index in self.own_rollouts:
             lag = step - 1 - token_versions(responses[index])
-            rows[index] = np.searchsorted(self.lags, lag).astype(np.float32)
-        for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
-            pack.classes = values.long()
-        for minibatch in self.minibatches:
-            minibatch.classes = len(self.lags)
+            rows[index] = np.searchsorted(lags, lag).astype(np.float32)
+        values = scatter_to_packs(self.packs, rows)
+        batch = self.with_columns(classes=[row.long() for row in values])
+        minibatches = [replace(one, classes=len(lags)) for one in batch.minibatches]
+        return replace(batch, lags=lags, minibatches=minibatches)
 
-    def spread_turn_advantages(self) -> None:
-        """Give each token of the packs the advantage of its turn."""
+    def with_turn_advantages(self) -> RolloutBatch:
+        """Return the batch whose packs give each token the advantage of its turn."""
         rows: list[np.ndarray | None] = [None] * len(self.computed)
         responses, advantages = [one.response for one in self.rollouts], self.turn_advantages
         for index in self.own_rollouts:
             rows[index] = np.repeat(advantages[index], responses[index].turn_lengths)
-        for pack, values in zip(self.packs, scatter_to_packs(self.packs, rows), strict=True):
-            pack.turn_advantages = values
+        return self.with_columns(turn_advantages=scatter_to_packs(self.packs, rows))
 
-    def freeze_reference(
-        self, references: References, *, whole_vocabulary: bool, top_k: int | None = None
-    ) -> None:
-        """Compute what a KL term needs of the reference policies; collective.
-
-        Raises UserError, on every rank, for a response whose data source has no reference.
-        """
-        by_rollout = [rollout.prompt.data_source for rollout in self.rollouts]
-        references.check_sources(by_rollout)
-        sources = [
-            [None if index == FILLER else by_rollout[index] for index in pack.rollout_indices]
-            for pack in self.packs
-        ]
-        if whole_vocabulary:
-            heads = references.compute_head_inputs(self.packs, sources, top_k=top_k)
-            for pack, head in zip(self.packs, heads or (), strict=heads is not None):
-                pack.reference_head = head
-            return
-        scored = references.compute_logprobs(self.packs, sources)
-        for pack, logprobs in zip(self.packs, scored, strict=True):
-            pack.reference_logprobs = logprobs
-
-    def count_shared_rows(self) -> None:
-        """Compute the fraction of rows that common beginnings save, without padding; collective."""
+    def with_shared_rows(self) -> RolloutBatch:
+        """Return the batch with the fraction of rows that common beginnings save; collective."""
         apart = sum(sequence_length(self.rollouts[index]) for index in self.own_rollouts)
         rows = sum(
             sum(pack.used)
@@ -307,16 +242,7 @@ class RolloutBatch:
         )
         sums = torch.tensor([rows, apart], dtype=torch.float64, device=self.topology.device)
         rows, apart = reduce_sum(sums, group=self.topology.dp_group).tolist()
-        self.shared_rows = 1 - rows / apart if apart else 0.0
-
-    def _mean(self, values: list[Tensor]) -> float:
-        """Mean over the response tokens of all packs, nan without any; collective."""
-        total = torch.stack([value.double().sum() for value in values]).sum()
-        count = sum(int(pack.response_mask.sum()) for pack in self.packs)
-        sums = reduce_sum(
-            torch.stack((total, torch.full_like(total, count))), group=self.topology.dp_group
-        )
-        return float(sums[0] / sums[1])
+        return replace(self, shared_rows=1 - rows / apart if apart else 0.0)
 
     def traces(self) -> dict[int, np.ndarray]:
         """Log-probs of the traced rollouts at each of their updates so far; collective."""
@@ -373,8 +299,5 @@ def build_rollout_batch(
     )
     mark_traced(batch.packs, traced)
     if config.sft is not None:
-        for pack in batch.packs:
-            pack.on_policy = True
-    if batch.turn_advantages:
-        batch.spread_turn_advantages()
-    return batch
+        batch = batch.with_columns(on_policy=[True] * len(batch.packs))
+    return batch.with_turn_advantages() if batch.turn_advantages else batch

@@ -1,7 +1,7 @@
 """The interface between training and everything that supplies rollouts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.actor.actor import MegatronActor
@@ -55,9 +55,24 @@ class RunContext:
             sharing=self.actor.sharing,
             engine_seconds=engine_seconds,
         )
-        if self.actor.sharing is not None:
-            batch.count_shared_rows()
-        return batch
+        return batch if self.actor.sharing is None else batch.with_shared_rows()
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step adds to the buffer: batches with behavior log-probs, and metrics about them.
+
+    Those generated while a step is trained are an input of that step, too.
+    """
+
+    batches: Sequence[RolloutBatch]
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of their generation
+    is_restorable: bool = True  # a restarted run may read them from disk
+
+    @property
+    def groups(self) -> list[PromptGroup]:
+        """The groups of all batches."""
+        return [group for batch in self.batches for group in batch.groups]
 
 
 class RolloutSource(Protocol):
@@ -99,21 +114,13 @@ class RolloutSource(Protocol):
         """
         return None
 
-    def score(self, step: int, generated: list[RolloutBatch]) -> list[RolloutBatch]:
-        """Return the batches that this step adds to the buffer, with behavior log-probs.
+    def score(self, step: int, generated: list[RolloutBatch]) -> StepInput:
+        """Return what this step adds to the buffer: the batches with behavior log-probs.
 
         The policy that generated them computes these, however much later they are trained:
         log-probs stay as they are from here on.
         """
         ...
-
-    def metrics(self, fresh: Sequence[RolloutBatch]) -> dict[str, float]:
-        """Return the generation metrics of the last step, whose `score` returned `fresh`."""
-        return {}
-
-    def restorable(self, fresh: Sequence[RolloutBatch]) -> list[PromptGroup]:
-        """Return the groups that a restarted run may read from disk instead of generating them."""
-        return [group for batch in fresh for group in batch.groups]
 
     def validate(self, step: int) -> dict[str, float]:
         """Return losses of held-out answers under the weights after `step`, if they are due."""

@@ -33,22 +33,22 @@ def token_rewards(rollout: Rollout, config: Config) -> np.ndarray:
     return rewards.astype(np.float32)
 
 
-def freeze_values(
+def score_values(
     batch: RolloutBatch, critic: Critic, config: Config, *, resumed: bool = False
-) -> None:
-    """Fix values, returns and advantages of a batch for all its updates; collective.
+) -> RolloutBatch:
+    """Return the batch with values, returns and advantages for all its updates; collective.
 
     Groups that an earlier step trained get the values of the present critic, which knows more: a
     baseline may be any function of what came before a token. resumed: use the values of the groups,
     with which a part of the updates was made.
     """
     assert config.critic is not None, "a critic has its section"
+    if not resumed:
+        batch = batch.with_columns(values=[None] * len(batch.packs))
     packs, rollouts = batch.packs, batch.rollouts
     rows: list[np.ndarray | None] = [None] * len(rollouts)
     for index in batch.own_rollouts:
         rows[index] = token_rewards(rollouts[index], config)
-    for pack in packs if not resumed else ():
-        pack.values = None
     cut = [
         torch.tensor([i != FILLER and is_truncated(rollouts[i]) for i in pack.rollout_indices])
         for pack in packs
@@ -56,12 +56,16 @@ def freeze_values(
     targets = critic.compute_targets(
         packs, scatter_to_packs(packs, rows), cut, settings=GaeSettings.of(config.critic)
     )
-    for pack, one in zip(packs, targets, strict=True):
-        pack.values, pack.turn_advantages, pack.returns = (x.contiguous() for x in one.unbind(1))
-    batch.groups = _record(batch, critic)
-    if config.critic.whiten:
-        for minibatch in batch.minibatches:
-            whiten(minibatch, group=critic.topology.dp_group)
+    columns = [[one[:, place].contiguous() for one in targets] for place in range(3)]
+    values, advantages, returns = columns
+    batch = batch.with_columns(values=values, turn_advantages=advantages, returns=returns)
+    batch = replace(batch, groups=_record(batch, critic))
+    if not config.critic.whiten:
+        return batch
+    whitened = [
+        one for each in batch.minibatches for one in whiten(each, group=critic.topology.dp_group)
+    ]
+    return batch.with_columns(turn_advantages=whitened)
 
 
 def _record(batch: RolloutBatch, critic: Critic) -> list[PromptGroup]:
@@ -103,8 +107,8 @@ def _mean_advantages(batch: RolloutBatch) -> dict[int, float]:
     return means
 
 
-def whiten(minibatch: Minibatch, *, group: Group) -> None:
-    """Shift and scale the advantages of a minibatch's tokens to mean 0 and deviation 1; collective.
+def whiten(minibatch: Minibatch, *, group: Group) -> list[Tensor]:
+    """Return a minibatch's advantages with mean 0 and deviation 1, [T] of each pack; collective.
 
     A = (A - mean) / (std + 1e-6), over the sampled tokens of all data-parallel ranks.
     """
@@ -115,11 +119,13 @@ def whiten(minibatch: Minibatch, *, group: Group) -> None:
     count, total, squares = sums.tolist()
     mean = total / max(count, 1)
     deviation = max(squares / max(count, 1) - mean**2, 0.0) ** 0.5
+    whitened = []
     for pack in packs:
         assert pack.turn_advantages is not None
         scaled = (pack.turn_advantages.double() - mean) / (deviation + EPSILON)
         mask = pack.response_mask.to(scaled.device)
-        pack.turn_advantages = torch.where(mask, scaled, 0).float()
+        whitened.append(torch.where(mask, scaled, 0).float())
+    return whitened
 
 
 def _decided(values: Tensor | None, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from megatron_rl.config import Config
 from megatron_rl.objectives.statistics import Statistics
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RunContext
-from megatron_rl.rollouts.values import freeze_values
+from megatron_rl.rollouts.values import score_values
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.step_progress import SkippedUpdates, StepProgress
 
@@ -33,12 +33,14 @@ class CriticTrainer:
         """The config of the run."""
         return self.run.config
 
-    def train(self, step_progress: StepProgress, batch: RolloutBatch) -> None:
-        """Freeze values and advantages of the batch, and make the critic's remaining updates."""
+    def train(self, step_progress: StepProgress, batch: RolloutBatch) -> RolloutBatch:
+        """Make the critic's remaining updates; returns the batch with values and advantages."""
         section = self.config.critic
         assert section is not None, "a critic has its section"
         self.critic.wake_up()
-        freeze_values(batch, self.critic, self.config, resumed=bool(step_progress.critic_results))
+        resumed = bool(step_progress.critic_results)
+        batch = score_values(batch, self.critic, self.config, resumed=resumed)
+        step_progress.batch = batch
         self.run.buffer.update(batch.groups)
         every = [one for _ in range(self.config.trainer.epochs) for one in batch.minibatches]
         with self.run.console.progress("critic") as advance:
@@ -50,6 +52,7 @@ class CriticTrainer:
                 self.faults.record(result, batch, step=step_progress.step, update=done)
                 advance(done, len(every))
         self.critic.sleep()
+        return batch
 
     def rule(self, step: int) -> StopRule | None:
         """Return the rule that leaves the policy as it is in the first steps; None afterwards."""

@@ -6,7 +6,7 @@ a rollout batch is reused; the objective recomputes its weights at every minibat
 are fixed when they are generated, however much later they are trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.actor.reference import References
@@ -18,7 +18,8 @@ from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.groups import compute_all_advantages
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.schedule import LagClock
-from megatron_rl.rollouts.source import RolloutSource, RunContext
+from megatron_rl.rollouts.scoring import center_on, record_routes, score_references
+from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.telemetry.metrics import StartUp
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
 from megatron_rl.trainer.critic import CriticTrainer
@@ -39,24 +40,24 @@ class BatchSelector:
     run: RunContext
     references: References | None = None
 
-    def select(self, step: int, fresh: Sequence[RolloutBatch]) -> RolloutBatch:
+    def select(self, step: int, fresh: StepInput) -> RolloutBatch:
         """Insert fresh groups into the buffer and return the batch that `step` trains."""
         config, buffer, clock = self.run.config, self.run.buffer, self.run.clock
         with clock.phase("pack"):
-            buffer.insert(group for batch in fresh for group in batch.groups)
+            buffer.insert(fresh.groups)
             groups = buffer.select(step)
             if config.has_late_advantages:
                 groups = compute_all_advantages(groups, config)
-            packed = next((batch for batch in fresh if batch.groups == groups), None)
-            batch = packed or self.run.pack(groups)
-            batch.report_by_lag(step)
+            packed = next((batch for batch in fresh.batches if batch.groups == groups), None)
+            batch = (packed or self.run.pack(groups)).by_lag(step)
         if self.is_decoupled:
             with clock.phase("behavior"):
-                batch.center_on(self.run.actor)
+                batch = center_on(batch, self.run.actor)
         if self.references is not None:
             with clock.phase("reference"):
                 objective = self.run.objective
-                batch.freeze_reference(
+                batch = score_references(
+                    batch,
                     self.references,
                     whole_vocabulary=objective.divergence is not None,
                     top_k=objective.top_k,
@@ -124,20 +125,21 @@ class Trainer:
         step_progress = self.begin(step, fresh, batch)
         if self.critic is not None:
             with self.clock.phase("critic"):
-                self.critic.train(step_progress, batch)  # and compute the advantages
+                batch = self.critic.train(step_progress, batch)  # with the advantages
         with self.clock.phase("train"):
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
             self.train_epochs(step_progress, batch)
         with self.clock.phase("eval"):
             losses = self.source.validate(step)  # the actor still has the device
-        later = self.source.collect(step)  # from engines on ranks of their own
+        late = self.source.collect(step)  # from engines on ranks of their own
         with self.clock.phase("sync"):
             sync_metrics = self.sync_weights_if_due(step)
             self.self_tests.after_weight_sync(step)
         self.evaluator.start_if_due(step)
         self.source.start(step + 1)
-        self.keep(step_progress, later)
+        if late is not None:
+            self.add_late(step_progress, self.source.score(step, late))
         with self.clock.phase("checkpoint"):  # before an evaluation that may fail
             self.checkpoints.save_if_due(self.actor, step)
         with self.clock.phase("eval"):
@@ -150,27 +152,22 @@ class Trainer:
             if self.checkpoints.saved == step:
                 self.source.after_checkpoint(step)
 
-    def begin(self, step: int, fresh: Sequence[RolloutBatch], batch: RolloutBatch) -> StepProgress:
+    def begin(self, step: int, fresh: StepInput, batch: RolloutBatch) -> StepProgress:
         """Make step `step` resumable: from here on its rollouts and updates survive a restart."""
         with self.clock.phase("record"):
-            new = StepProgress(step, self.actor.updates, self.source.metrics(fresh), batch)
+            new = StepProgress(step, self.actor.updates, fresh.metrics, batch)
             step_progress = self.checkpoints.begin(new, self.actor)
             if step_progress is new and reason_routes_unrecorded(self.config) is None:
-                batch.record_routes(self.actor)  # a resumed step has them from its checkpoint
-            groups = self.source.restorable(fresh)
-            self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
+                record_routes(batch, self.actor)  # a resumed step has them from its checkpoint
+            self.recorder.keep_generated(step_progress, fresh, layout=self.actor.layout)
         return step_progress
 
-    def keep(self, step_progress: StepProgress, later: list[RolloutBatch] | None) -> None:
-        """Score and insert batches that were generated during a step, as if it had been before."""
-        if later is None:
-            return
-        fresh = self.source.score(step_progress.step, later)
+    def add_late(self, step_progress: StepProgress, late: StepInput) -> None:
+        """Add what was generated during a step, as if it had been before."""
         with self.clock.phase("record"):
-            self.run.buffer.insert(group for batch in fresh for group in batch.groups)
-            step_progress.generated = self.source.metrics(fresh)
-            groups = self.source.restorable(fresh)
-            self.recorder.keep_generated(step_progress, groups, layout=self.actor.layout)
+            self.run.buffer.insert(late.groups)
+            step_progress.generated = late.metrics
+            self.recorder.keep_generated(step_progress, late, layout=self.actor.layout)
 
     def train_epochs(self, step_progress: StepProgress, batch: RolloutBatch) -> None:
         """Make the remaining updates of a step; early stopping may end them."""

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, choose_sampled
+from megatron_rl.rollouts.source import StepInput
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.files import PHASES, append_row, read_metric, read_metrics, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
@@ -33,7 +34,7 @@ from megatron_rl.telemetry.metrics import (
 from megatron_rl.trainer.learning_check import LearningCheck
 from megatron_rl.trainer.step_progress import StepProgress
 from megatron_rl.trainer.update_metrics import UpdateMetrics, build_update_table
-from megatron_rl.types import PromptGroup, Rollout
+from megatron_rl.types import Rollout
 
 ZERO_FRACTION = "advantage/zero_fraction"
 SAMPLE_CHARACTERS = 600  # longest prompt or response that a sample on the console shows whole
@@ -165,12 +166,13 @@ class Recorder:
         )
 
     def keep_generated(
-        self, step_progress: StepProgress, groups: Sequence[PromptGroup], *, layout: str
+        self, step_progress: StepProgress, generated: StepInput, *, layout: str
     ) -> None:
-        """Write the groups that were generated for a step before it is trained. Collective.
+        """Write the groups that were generated for a step, if they are restorable. Collective.
 
         layout: of the actor that computed their behavior log-probs.
         """
+        groups = generated.groups if generated.is_restorable else []
         about = {"layout": layout, "metrics": dict(step_progress.generated)}
         with sync_errors_across_ranks(doing=f"writing the rollouts of step {step_progress.step}"):
             if self.directory is not None and groups:

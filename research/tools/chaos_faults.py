@@ -20,12 +20,12 @@ from megatron_rl.runs.checkpoints import MANIFEST, CheckpointFolders
 def count_made(file: Path, *, is_mine: bool) -> None:
     """Log each update and rollout batch to a file on rank 0."""
     from megatron_rl.actor.actor import MegatronActor
-    from megatron_rl.rollouts.rollout_batch import RolloutBatch
+    from megatron_rl.rollouts.behavior import ModelLogprobs
 
     if int(os.environ["RANK"]):
         return
     for owner, name, what in ((MegatronActor, "update", "update"),
-                              (RolloutBatch, "freeze_behavior_logprobs", "batch")):  # fmt: skip
+                              (ModelLogprobs, "score", "batch")):  # fmt: skip
         setattr(owner, name, _counted(getattr(owner, name), what, file))
 
 

@@ -163,15 +163,20 @@ def _after(owner, name, action) -> None:
 
 def break_first_ratio(*, is_mine):
     """From step 2 on behavior log-probs are not those of the weights that generated."""
-    from megatron_rl.rollouts.rollout_batch import RolloutBatch
+    from megatron_rl.rollouts.behavior import ModelLogprobs
 
-    def shift(batch, call, *_):
-        if call >= 2:
+    score, calls = ModelLogprobs.score, []
+
+    def shifted(self, batch):
+        batch = score(self, batch)
+        calls.append(1)
+        if len(calls) >= 2:
             for pack in batch.packs:
                 pack.behavior_logprobs[pack.response_mask] -= 1e-3
+        return batch
 
     if is_mine:
-        _after(RolloutBatch, "freeze_behavior_logprobs", shift)
+        ModelLogprobs.score = shifted
 
 
 def break_zero_rate_weights(*, is_mine):

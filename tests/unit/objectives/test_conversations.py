@@ -176,7 +176,7 @@ def run(
             turn_advantages=tuple(turns),
         )  # fmt: skip
         batch = RolloutBatch([group], [True] * len(rollouts), [minibatch], topology)
-        batch.spread_turn_advantages()
+        packs = batch.with_turn_advantages().packs
     engine = [np.asarray(one.response.rollout_logprobs) for one in rollouts]
     behavior = scatter_to_packs(packs, engine)
     policy = scatter_to_packs(packs, [e + d for e, d in zip(engine, drifts, strict=True)])

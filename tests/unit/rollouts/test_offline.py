@@ -255,7 +255,7 @@ def test_log_probs_without_engine_are_missing_not_zero(tmp_path):
     batch = build_rollout_batch(
         groups, config=settings, objective=build_objective("pnpo"), topology=Topology.single()
     )
-    batch.report_by_lag(1)
+    batch = batch.by_lag(1)
     assert [pack.rollout_logprobs for pack in batch.packs] == [None]  # no gap to an engine
     assert batch.lags == () and np.isnan(batch_metrics(batch)["rollout/entropy"])
     assert "lag/versions_mean" not in LagClock(1, updates=0).metrics(groups, groups)

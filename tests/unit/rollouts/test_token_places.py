@@ -15,6 +15,7 @@ from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
+from megatron_rl.rollouts.scoring import score_behavior, score_behavior_by_engine
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.types import (
     ARRAY_NAMES,
@@ -83,17 +84,15 @@ def _life(rank: int, folder: Path, *, spread: bool) -> list:
 
     groups = [_group(place, rank=rank, spread=spread) for place in range(GROUPS)]
     batch = pack(groups)
-    batch.freeze_behavior_logprobs(Policy())
-    later = pack(batch.groups[::-1])
-    later.report_by_lag(3)
+    batch = score_behavior(batch, Policy())
+    later = pack(batch.groups[::-1]).by_lag(3)
     file = folder / f"{spread}.parquet"
     if rank == 0:
         write_groups(file, batch.groups)
     dist.barrier()
     # As after a restart: the owners are others.
     resumed = read_groups(file, rank=rank, world_size=RANKS if spread else 1)
-    again = pack(resumed[1:] + resumed[:1])
-    again.freeze_engine_logprobs()
+    again = score_behavior_by_engine(pack(resumed[1:] + resumed[:1]))
     third = pack(again.groups)
     return [_plain(one) for one in (batch, later, again, third)] + [
         _kept(batch.groups), _kept(resumed), batch_metrics(batch) if rank == 0 else None

@@ -22,6 +22,7 @@ from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
 from megatron_rl.rollouts.prompt_sets import PromptSets
 from megatron_rl.rollouts.schedule import GroupBuffer, build_schedule
+from megatron_rl.rollouts.scoring import record_routes
 from megatron_rl.rollouts.source import RunContext
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import RunInterrupted
@@ -266,7 +267,7 @@ class NoCheckpoints:
 
     def begin(self, new, actor):
         if actor.has_experts:
-            new.batch.record_routes(actor)
+            record_routes(new.batch, actor)
         return new
 
     def finish(self, step):

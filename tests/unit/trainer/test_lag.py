@@ -15,6 +15,7 @@ from megatron_rl.advantages import batch_baseline_advantages
 from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.schedule import GroupBuffer, Schedule
+from megatron_rl.rollouts.scoring import score_behavior
 from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups, write_groups
 from megatron_rl.runtime.seeds import derive_seed
@@ -238,8 +239,7 @@ def freeze_late(monkeypatch):
 
     def late(selector, step, fresh):
         batch = original(selector, step, fresh)
-        batch.freeze_behavior_logprobs(selector.run.actor)
-        return batch
+        return score_behavior(batch, selector.run.actor)
 
     monkeypatch.setattr(BatchSelector, "select", late)
 
