@@ -1,12 +1,18 @@
 """DAPO's recipe and offline data, on the real parts: one run, and its rollouts trained again."""
 
+import os
+import shutil
+import signal
+import time
+
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from megatron_rl.runs.files import read_rows
-from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task, train
+from megatron_rl.runs.files import read_metrics, read_rows
+from tests.functional.tiny_runs import ROOT, TASK, TRAIN, make_task, start_training, train
 
 EXAMPLES = ROOT / "examples" / "pnpo"
 MODEL = f"model.path={TASK}/model"
@@ -32,11 +38,13 @@ def dapo(tmp_path_factory):
     return rows[1:], folder / "dapo"
 
 
+OFFLINE = {"config": EXAMPLES / "offline.yaml", "places": (MODEL,)}
+
+
 def train_offline(folder, name, *overrides):
     rows = train(
         *SMALL, *RECIPE, f"run.dir={folder.parent}", f"run.name={name}",
-        f"offline.rollouts={folder}", *overrides,
-        config=EXAMPLES / "offline.yaml", places=(MODEL,),
+        f"offline.rollouts={folder}", *overrides, **OFFLINE,
     )  # fmt: skip
     return rows[1:], load_file(folder.parent / name / "model" / "model.safetensors")
 
@@ -78,3 +86,37 @@ def test_named_model_reproduces_behavior_log_probs_of_its_rollouts(dapo):
     (first,), _ = train_offline(folder, "named", behavior, "trainer.steps=1")
     assert first["grad/norm"] == rows[0]["grad/norm"]
     assert first["ratio/first_minibatch_max_deviation"] == 0
+
+
+@pytest.mark.slow
+def test_column_of_the_user_s_own_reaches_the_loss_of_an_interrupted_run(dapo):
+    """From files through the shards of two ranks and, wherever it is interrupted, a checkpoint."""
+    folder = shutil.copytree(dapo[1], dapo[1].parent / "advised")
+    for number, file in enumerate(sorted((folder / "rollouts").glob("*.parquet"))):
+        table, generator = pq.read_table(file), np.random.default_rng(number)
+        rows = [generator.random(len(row), np.float32) for row in table["rollout_logprobs"]]
+        column = pa.array(rows, pa.list_(pa.float32()))
+        pq.write_table(table.append_column("advice", column), file)
+    arguments = (
+        *SMALL, "rollout.prompts_per_step=4", "trainer.steps=4", "trainer.checkpoint_every=10",
+        "parallel.context=2", "objective={name: function, "
+        "function: 'tests.unit.objectives.own_losses:advised', aggregation: response_mean}",
+        f"run.dir={folder.parent}", f"offline.rollouts={folder}", "run.resume=auto",
+    )  # fmt: skip
+    whole = train(*arguments, "run.name=undisturbed", **OFFLINE)
+    process = start_training(*arguments, "run.name=interrupted", **OFFLINE)
+    while len(read_metrics(folder.parent / "interrupted")) < 2:
+        assert process.poll() is None, process.read()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=300) == os.EX_TEMPFAIL, process.read()
+    again = train(*arguments, "run.name=interrupted", **OFFLINE)
+    names = ("loss/policy", "grad/norm", "reward/mean")
+    assert [[row.get(n) for n in names] for row in again] == [
+        [row.get(n) for n in names] for row in whole
+    ]
+    weights = [
+        load_file(folder.parent / name / "model" / "model.safetensors")
+        for name in ("undisturbed", "interrupted")
+    ]
+    assert all(weights[1][name].equal(weight) for name, weight in weights[0].items())
