@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from megatron_rl.columns import ARRAYS
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.rendering import tokenize_messages
 from megatron_rl.data.rows import add_system_prompt, parse_answer
@@ -284,7 +285,13 @@ class NoEngine:
         return SyncStats(0.0, 0, 0)
 
 
-LOGPROBS = ("behavior_logprobs", "rollout_logprobs")  # columns in order of preference
+# Columns of log-probs in order of preference: the trainer's first
+LOGPROBS = tuple(
+    column.name
+    for by in ("trainer", "engine")
+    for column in ARRAYS
+    if column.from_files and column.by == by and column.name.endswith("_logprobs")
+)
 
 
 def share_rollouts(own: Mapping[int, Sequence[Rollout]], *, size: int) -> list[Rollout]:

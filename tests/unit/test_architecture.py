@@ -64,7 +64,7 @@ LAYERS = {
     "apps.tasks": {"runtime"},
     "apps.report": {"types", "runs", "objectives", "distributed", "telemetry"},
     "apps.planning": {
-        "types", "runs", "config", "distributed", "objectives", "data", "models", "resharding",
+        "types", "columns", "runs", "config", "distributed", "objectives", "data", "models", "resharding",
         "actor", "preflight", "trainer", "runtime",
     },
     "commands": {

@@ -15,8 +15,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.apps.planning.dry_run import DryRun, dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.generation import engine_sizes
+from megatron_rl.columns import ARRAYS, Column
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.token_rows import PIECE_BYTES
 from megatron_rl.models.adapters import count_adapter_parameters, slot_elements
@@ -39,7 +42,8 @@ RESERVE = 6 * GIB
 COMMUNICATOR = GIB // 2  # of a process group beyond those that the reserve covers
 RESERVED_COMMUNICATORS = 4
 PREPARED = 80  # bytes per token of a prepared pack, if all of its tokens are responses
-COLUMN = 4  # bytes of a token id, and of a log-prob
+COLUMN = 4  # bytes of a token id
+OF_MASKS = ("mask_ids", "mask_counts")  # columns of sampling masks
 KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
 # Settings of engines that are among the suggestions; the actor, and so a dry run, has none of them.
@@ -353,17 +357,30 @@ def response_bytes(config: Config, *, trainers: int) -> ResponseBytes:
     if config.parallel.engine_ranks is None:
         prompts = -(-rollout.prompts_per_step // engines)
         owned = -(-prompts * rollout.responses_per_prompt // rollout.tensor)
-    # Token ids, log-probs of the engine and, if a group waited or is replayed, of the behavior.
-    each = COLUMN * rollout.max_response_tokens
-    # And the sampling masks, which its owner, the writer and those that train it have.
-    masks = each * (kept_tokens(config) + 1) if rollout.removes_tokens else 0
-    everything = (3 * each + masks) * responses
+    arrays = [one for one in ARRAYS if one.at_writer and _has_column(config, one)]
+    every = sum(_bytes_of_response(config, one) for one in arrays)
+    # An owner keeps what it does not train as well: what the trainer determined, and masks.
+    kept = [one for one in arrays if one.by == "trainer" or one.name in OF_MASKS]
+    of_owner = sum(_bytes_of_response(config, one) for one in kept)
+    everything = every * responses
     partial = config.lag.partial_rollouts is not None  # every rank has all of them
-    some = (3 * each + masks) * trained + (each + masks) * owned
-    own = everything if partial else min(everything, some)
+    own = everything if partial else min(everything, every * trained + of_owner * owned)
     return ResponseBytes(
         0 if trainers == 1 else own, 0 if trainers == 1 else everything, PIECE_BYTES
     )
+
+
+def _has_column(config: Config, column: Column) -> bool:
+    """Return whether responses of a run have a column, if a group waits or is replayed."""
+    present = {"values": config.critic is not None} | dict.fromkeys(
+        OF_MASKS, config.rollout.removes_tokens
+    )
+    return present.get(column.name, True)
+
+
+def _bytes_of_response(config: Config, column: Column) -> int:
+    each = np.dtype(column.dtype).itemsize * config.rollout.max_response_tokens
+    return each * kept_tokens(config) if column.unit == "kept" else each
 
 
 def find_lacking(

@@ -178,6 +178,11 @@ def test_responses_of_step_must_fit_on_host(folder):
     config = defaults(folder, rollout={"prompts_per_step": 6400})
     received = fit.response_bytes(config, trainers=2)
     assert received.writer > 1.4 * received.rank > 0
+    tokens = 6400 * config.rollout.responses_per_prompt * config.rollout.max_response_tokens
+    for further, numbers in (({}, 3), ({"critic": {}}, 4), ({"rollout": {"top_k": 20}}, 24)):
+        rollout = {"prompts_per_step": 6400} | further.get("rollout", {})
+        found = fit.response_bytes(defaults(folder, **further | {"rollout": rollout}), trainers=2)
+        assert found.writer == 4 * numbers * tokens, further
     (run,) = fit.find_lacking(config, processes=2, device_bytes=SHALLOW_DEVICE)[1]
     for rank, size in ((0, received.writer), (1, received.rank)):
         run = dataclasses.replace(run, rank=rank)
