@@ -64,8 +64,8 @@ LAYERS = {
     "apps.tasks": {"runtime"},
     "apps.report": {"types", "runs", "objectives", "distributed", "telemetry"},
     "apps.planning": {
-        "types", "columns", "runs", "config", "distributed", "objectives", "data", "models", "resharding",
-        "actor", "preflight", "trainer", "runtime",
+        "types", "columns", "runs", "config", "distributed", "objectives", "data", "models",
+        "resharding", "actor", "preflight", "trainer", "runtime",
     },
     "commands": {
         "types", "config", "data", "telemetry", "runtime", "trainer", "preflight", "runs",
