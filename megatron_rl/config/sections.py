@@ -392,7 +392,7 @@ class TrainerSection(Section):
     tokens_per_micro_batch: Count = 16384
     """Maximum number of packed tokens in one forward pass; the default fits one response of full
     length."""
-    share_prompts: bool | Literal["auto"] = False
+    share_prompts: bool | Literal["auto"] = "auto"
     """Compute what sequences have in common at their beginning once: the prompt of a group, and
     histories that branch (`docs/shared-prompts.md`). `auto` does so where that costs less, and not
     on Transformer Engine's layers; true wherever it saves rows, and never on those layers."""
