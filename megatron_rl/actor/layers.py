@@ -366,6 +366,12 @@ class PackContext(PackedSeqParams):
         )
 
 
+def window_of_layer(config: TransformerConfig, layer_number: int) -> int | None:
+    """Return how many keys a query of this layer sees, its own included; None: all before it."""
+    window, flags = config.window_size, config.window_attn_skip_freq
+    return window[0] + 1 if is_layer_window_attention(window, flags, layer_number) else None
+
+
 class PackedCoreAttention(torch.nn.Module):
     """Core attention that rotates queries and keys, then attends within each sequence."""
 
@@ -388,9 +394,7 @@ class PackedCoreAttention(torch.nn.Module):
             empty = torch.empty(heads, dtype=config.params_dtype, device=device)
             self.sinks = torch.nn.Parameter(empty)
             set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
-        window, flags = config.window_size, config.window_attn_skip_freq
-        has_window = is_layer_window_attention(window, flags, layer_number)
-        self.window = window[0] + 1 if has_window else None
+        self.window = window_of_layer(config, layer_number)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: Any

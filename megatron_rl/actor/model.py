@@ -59,8 +59,8 @@ def uses_transformer_engine(
 
     By default they are used if installed, in bfloat16, on a CUDA device of compute capability 9.0
     to below 12.0, unless the model has a sliding window (`window` tokens) under context
-    parallelism, or adapters, or packs always share prompts. Raises ValueError if they are required
-    but not installed, with such a window, or for a model that has `local_only`, which they lack.
+    parallelism, or adapters. Raises ValueError if they are required but not installed, with such a
+    window, or for a model that has `local_only`, which they lack.
     """
     required = settings.transformer_engine or settings.fp8 is not None
     window_in_ring = window is not None and cp_size > 1
@@ -89,7 +89,6 @@ def uses_transformer_engine(
             and not window_in_ring
             and local_only is None
             and settings.lora is None  # no GPU has run adapters on its layers
-            and settings.share_prompts is not True  # its attention has no parents
             and settings.dtype == torch.bfloat16
             and capability is not None
             and FIRST_CAPABILITY <= capability < FIRST_WRONG_CAPABILITY

@@ -46,12 +46,6 @@ class ActorSettings:
         return GEMM_TOKENS[self.fp8]
 
     def __post_init__(self) -> None:
-        if self.share_prompts is True and (self.transformer_engine or self.fp8):
-            raise UserError(
-                f"share_prompts=true, but transformer_engine={self.transformer_engine} and "
-                f"fp8={self.fp8} require Transformer Engine's layers, whose attention cannot "
-                "share; unset them, or use share_prompts=auto, which then shares nothing"
-            )
         if self.fp8 and (self.transformer_engine is False or self.dtype != torch.bfloat16):
             raise UserError(
                 f"fp8={self.fp8} requires Transformer Engine and bfloat16, but "

@@ -20,14 +20,16 @@ def build_sharing(
 ) -> Sharing | None:
     """Return when packs of this actor share; None: never.
 
-    Transformer Engine's attention has no parents, so with it nothing is shared.
+    With Transformer Engine's layers it is never by itself: packs that share are attended by our
+    kernels instead of its own, and no GPU has shown what that costs.
     """
-    if not settings.share_prompts or on_transformer_engine:
+    is_always = settings.share_prompts is True
+    if not settings.share_prompts or (on_transformer_engine and not is_always):
         return None
     attention = len(shape.layers_with("attention")) * shape.num_attention_heads * shape.head_dim
     row = ROW_FLOPS * _linear_elements(shape)
     pairs = row / (PAIR_FLOPS * attention) * ATTENTION_RATE
-    return Sharing(pairs, slowdown=SLOWDOWN, always=settings.share_prompts is True)
+    return Sharing(pairs, slowdown=SLOWDOWN, always=is_always)
 
 
 def _linear_elements(shape: ModelShape) -> float:

@@ -16,9 +16,16 @@ from megatron.core.extensions.transformer_engine import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.actor.layers import ColumnAdapter, RowAdapter, build_local_layer_spec
+from megatron_rl.actor.layers import (
+    ColumnAdapter,
+    RowAdapter,
+    build_local_layer_spec,
+    window_of_layer,
+)
+from megatron_rl.distributed.context_attention import context_attention
 from megatron_rl.models.shape import ModelShape
 
 
@@ -62,14 +69,17 @@ __all__ = ["TransformerEngineAttention", "TENorm", "build_transformer_engine_spe
 class TransformerEngineAttention(TEDotProductAttention):
     """Attention that rotates queries and keys, then calls Transformer Engine's THD attention.
 
-    Under context parallelism Transformer Engine exchanges keys and values in a ring. It expects the
-    same sharding as `SequenceLayout`: of every sequence, chunk r followed by chunk 2 cp - 1 - r
-    (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
+    Packs whose sequences continue others, which Transformer Engine's attention cannot express, are
+    attended by ours. Under context parallelism Transformer Engine exchanges keys and values in a
+    ring. It expects the same sharding as `SequenceLayout`: of every sequence, chunk r followed by
+    chunk 2 cp - 1 - r (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, **kwargs)
         self.kept_packed_seq_params.add("pad_between_seqs")
+        self.group, self.scale = kwargs["pg_collection"].cp, kwargs.get("softmax_scale")
+        self.window = window_of_layer(config, layer_number)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[t, H, d], [t, K, d], [t, K, d] -> [t, H * d]."""
@@ -77,6 +87,12 @@ class TransformerEngineAttention(TEDotProductAttention):
         # Transformer Engine compares strides, even for a single head; on CUDA these are views.
         rotation = pack.rotation_of(None)
         query, key = (rotation.apply(x).flatten(1).view(x.shape) for x in (query, key))
+        if pack.layout.parents:
+            plan = pack.plan(self.window)
+            out = context_attention(
+                query, key, value, plan=plan, group=self.group, scale=self.scale
+            )
+            return out.flatten(1)
         return super().forward(
             query, key, value, *args, packed_seq_params=pack.boundaries, **kwargs
         )

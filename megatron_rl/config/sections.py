@@ -395,7 +395,7 @@ class TrainerSection(Section):
     share_prompts: bool | Literal["auto"] = "auto"
     """Compute what sequences have in common at their beginning once: the prompt of a group, and
     histories that branch (`docs/shared-prompts.md`). `auto` does so where that costs less, and not
-    on Transformer Engine's layers; true wherever it saves rows, and never on those layers."""
+    on Transformer Engine's layers; true wherever it saves rows."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and
     experts."""

@@ -294,11 +294,6 @@ def _transformer_engine_problems(config: Config, shape: ModelShape) -> list[str]
         for what, is_missing in needs.items()
         if is_missing
     ]
-    if config.trainer.share_prompts is True:
-        problems.append(
-            f"trainer.share_prompts=true: {keys_text} requires Transformer Engine's layers, whose "
-            "attention cannot share; unset that, or use trainer.share_prompts=auto"
-        )
     if model.fp8:
         problems += [
             f"model.fp8={model.fp8}: a rank's {name} is {size}; matrix products in fp8 need "

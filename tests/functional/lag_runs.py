@@ -246,7 +246,7 @@ def queue_by_hand(folder, shared):
         advantages = group_relative_advantages(rewards).flatten()
         minibatches = plan_minibatches(
             rollouts, advantages, minibatches=2, tokens_per_micro_batch=16384, topology=topology,
-            computed=(advantages != 0).tolist(),
+            computed=(advantages != 0).tolist(), sharing=actor.sharing,
         )  # fmt: skip
         for minibatch in minibatches:  # frozen here, while the actor is what generated
             packs = minibatch.micro_batches

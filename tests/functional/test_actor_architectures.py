@@ -215,7 +215,12 @@ def _share(actor, tokens):
         # Stopped before the step: the weights stay, and the gradients are in the buffers.
         result = actor.update(minibatch, build_objective("grpo"), rule=lambda _: "gradients only")
         grads = torch.cat(
-            [p.main_grad.flatten() for chunk in actor.chunks for p in chunk.parameters()]
+            [
+                p.main_grad.flatten()
+                for chunk in actor.chunks
+                for p in chunk.parameters()
+                if p.requires_grad
+            ]
         )
         norms.append(result.grad_norm)
         found.append((

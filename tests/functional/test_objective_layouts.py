@@ -5,6 +5,7 @@ in `tests/unit/objectives/test_invariance.py`. Pipeline stages take no part in a
 cases show that under pp 2 x cp 2.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -51,7 +52,9 @@ PIPELINED = [
     "two teachers, likeliest tokens", "two teachers, advantage",
 ]  # fmt: skip
 LAYOUTS = {"one": ((1, 1, 1), list(CASES)), "tp2-cp2": ((2, 1, 2), list(CASES)),
-           "pp2-cp2": ((1, 2, 2), PIPELINED)}  # fmt: skip
+           "pp2-cp2": ((1, 2, 2), PIPELINED), "shared": ((1, 1, 1), list(CASES)),
+           "shared, tp2-cp2": ((2, 1, 2), list(CASES))}  # fmt: skip
+SLOW = ("shared, tp2-cp2",)  # the parts of two other cases together
 MOVED_ALIKE = 1e-2  # of the largest step of any weight
 SOURCES = "ab"  # of the responses in turn, where two teachers are given
 TEACHERS = {  # other families than the student's Qwen2, with other depths and widths
@@ -91,12 +94,16 @@ def _distill_from_itself(actor, minibatch, objective):
     return result.statistics.to_metrics().get("loss/kl", 0.0), result.grad_norm
 
 
-def build_actor(root, layout):
-    """The actor of one layout and its minibatch, with log-probs of other policies."""
+def build_actor(root, layout, *, is_shared=False):
+    """The actor of one layout and its minibatch, with log-probs of other policies.
+
+    is_shared: what responses have in common is computed once.
+    """
     from megatron_rl.actor import groups
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.config.sections import OptimizerSection
+    from megatron_rl.data.sharing import Sharing
 
     tensor, pipeline, context = layout
     topology = groups.initialise(tensor=tensor, pipeline=pipeline, context=context)
@@ -107,8 +114,10 @@ def build_actor(root, layout):
         warmup_updates=0,
     )
     actor = MegatronActor(root / "model", topology=topology, settings=settings)
-    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240)
+    sharing = Sharing(1.0, always=True) if is_shared else None
+    (minibatch,) = plan(actor, *make_rollouts(), minibatches=1, tokens=240, sharing=sharing)
     packs = minibatch.micro_batches
+    assert is_shared == any(pack.parents for pack in packs)
     generator = torch.Generator().manual_seed(2)
     noise, engine_noise = DRIFT * torch.randn(2, 16, 64, generator=generator)
     for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
@@ -138,7 +147,7 @@ def run_objectives(rank, world_size, root, name, layout, cases):
     from megatron_rl.actor.reference import References
     from megatron_rl.objectives import build_objective
 
-    actor, planned = build_actor(root, layout)
+    actor, planned = build_actor(root, layout, is_shared=name.startswith("shared"))
     weights = {n: p.detach().clone() for n, p in actor.named_parameters_local().items()}
     losses = {}
     for case in cases:
@@ -180,23 +189,32 @@ def make_teacher(folder, kind, changes, *, seed):
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory):
+    """The models' folder, and a function that returns the losses of a layout."""
     root = tmp_path_factory.mktemp("objectives")
     make_model(root / "model", tied=True, layers=2)
     make_model(root / "reference", tied=True, seed=4, layers=2)
     for number, (name, (kind, changes)) in enumerate(TEACHERS.items()):
         make_teacher(root / name, kind, changes, seed=5 + number)
-    return root, {
-        name: json.loads(run_ranks(run_objectives, math.prod(sizes), root, name, sizes, cases)[0])
-        for name, (sizes, cases) in LAYOUTS.items()
-    }
+
+    @functools.cache
+    def losses(name):
+        sizes, cases = LAYOUTS[name]
+        return json.loads(run_ranks(run_objectives, math.prod(sizes), root, name, sizes, cases)[0])
+
+    return root, losses
 
 
 @pytest.mark.parametrize(
-    ("layout", "case"), [(name, case) for name in list(LAYOUTS)[1:] for case in LAYOUTS[name][1]]
+    ("layout", "case"),
+    [
+        pytest.param(name, case, marks=[pytest.mark.slow] * (name in SLOW))
+        for name in list(LAYOUTS)[1:]
+        for case in LAYOUTS[name][1]
+    ],
 )
-def test_update_is_independent_of_layout(updated, layout, case):
+def test_update_is_independent_of_layout_and_sharing(updated, layout, case):
     root, losses = updated
-    assert losses[layout][case] == pytest.approx(losses["one"][case], rel=1e-5, abs=1e-7)
+    assert losses(layout)[case] == pytest.approx(losses("one")[case], rel=1e-5, abs=1e-7)
     before = load_file(root / "model" / "model.safetensors")
     alone, together = (_weights(root / name / case) for name in ("one", layout))
     moved = max((weight - before[key]).abs().max().item() for key, weight in alone.items())
@@ -210,7 +228,7 @@ def _weights(folder: Path):
 
 
 def test_optional_terms_are_recorded(updated):
-    one = updated[1]["one"]
+    one = updated[1]("one")
     for name in ("pnpo", "grpo"):
         plain = one[name]  # policy loss, gradient norm
         entropy, kl, policy, norm = next(one[case] for case in one if case.startswith(f"{name} w"))
@@ -223,7 +241,7 @@ def test_optional_terms_are_recorded(updated):
 
 def test_teacher_that_is_the_student_gives_no_gradient(updated):
     for layout in ("one", "tp2-cp2"):
-        losses = updated[1][layout]
+        losses = updated[1](layout)
         assert all(losses[f"{case}, from itself"] == [0.0, 0.0] for case in ALONE)
 
 
@@ -232,7 +250,7 @@ def test_distillation_equals_transformers(updated):
 
     Of two teachers each response has its own, and the sum over both is divided by all tokens.
     """
-    root, one = updated[0], updated[1]["one"]
+    root, one = updated[0], updated[1]("one")
     student = load_model(root / "model")
     teachers = {
         "distillation": [load_model(root / "reference")],

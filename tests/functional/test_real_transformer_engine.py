@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.runtime.versions import SETS
 from tests.functional.real_transformer_engine.install import OutOfReachError, installed
-from tests.functional.test_actor_architectures import EXPERTS, _make_model
+from tests.functional.test_actor_architectures import EXPERTS, _make_model, _share, check_shared
 from tests.functional.test_actor_architectures import MODELS as ARCHITECTURES
 from tests.functional.test_actor_layouts import (
     freeze_behavior,
@@ -56,6 +56,7 @@ def _train(actor, folder, others):
     actor.sleep()
     actor.save(folder / "fresh")
     actor.export_hf(folder / "exported")
+    shared = _share(actor, 480 // (actor.topology.pp_size * actor.topology.dp_size))
     results = []
 
     def update():
@@ -76,6 +77,7 @@ def _train(actor, folder, others):
         update()
     return {
         "logprobs": [row.tolist() for row in rows],
+        "shared": shared,
         "deviation": results[0].statistics.to_metrics()["ratio/max_deviation"],
         "grad_norms": [result.grad_norm for result in results],
         "continued": len(others),
@@ -197,6 +199,7 @@ def _agree(report, expected, root, name, model):
         for mine, other in zip(report["logprobs"], rows, strict=True):
             assert mine == pytest.approx(other, rel=1e-5, abs=1e-5), (name, model)
     assert report["deviation"] == 0.0, (name, model)
+    check_shared(report["shared"])
     first, second, *_ = expected["grad_norms"]
     wanted = [first, second, first, second, *[second] * report["continued"]]
     assert report["grad_norms"] == pytest.approx(wanted, rel=1e-5), (name, model)

@@ -5,10 +5,11 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tools.gpu_check.numerics import one_process
-from tools.gpu_check.row import DEVICE, LOW, Skipped
+from tools.gpu_check.row import DEVICE, LOW, Skipped, timed
 
 SIZES = {
     "vocab_size": 1000,
@@ -60,36 +61,59 @@ def _rollouts():
         )
 
 
-def _build(folder, *, transformer_engine=False, fp8=None):
-    """Build an actor in low precision and a minibatch; return both with log-probs by rollout."""
-    from megatron_rl.actor.actor import MegatronActor
+def _groups():
+    """Yield two groups of eight responses behind long prompts."""
+    from megatron_rl.types import GradeResult, Prompt, Response, Rollout
+
+    generator = torch.Generator().manual_seed(2)
+    of_prompt, of_response = (1024, 128) if DEVICE == "cuda" else (96, 16)
+
+    def draw(count):
+        return torch.randint(0, 1000, (count,), generator=generator).tolist()
+
+    for group in range(2):
+        prompt = Prompt(group, (), tuple(draw(of_prompt)), "", "")
+        for sample in range(8):
+            tokens = draw(of_response)
+            response = Response(
+                group, sample, np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "",
+                "stop", 0,
+            )  # fmt: skip
+            yield Rollout(prompt, response, GradeResult(0.0, "", None))
+
+
+def _settings(**chosen):
     from megatron_rl.actor.settings import ActorSettings
     from megatron_rl.config.sections import OptimizerSection
+
+    optimizer = OptimizerSection(learning_rate=1e-4)
+    return ActorSettings(optimizer=optimizer, warmup_updates=0, dtype=LOW, **chosen)
+
+
+def _build(folder, *, rollouts=_rollouts, transformer_engine=False, **further):
+    """Build an actor in low precision and a minibatch; return both with log-probs by rollout."""
+    from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.data.packing import gather_by_rollout, plan_minibatches
 
-    topology = one_process()
-    settings = ActorSettings(
-        optimizer=OptimizerSection(learning_rate=1e-4),
-        warmup_updates=0,
-        dtype=LOW,
-        transformer_engine=transformer_engine,
-        fp8=fp8,
-    )
+    topology, rows = one_process(), list(rollouts())
+    settings = _settings(transformer_engine=transformer_engine, **further)
     actor = MegatronActor(folder, topology=topology, settings=settings)
     torch.manual_seed(0)
     minibatch = plan_minibatches(
-        list(_rollouts()),
-        torch.randn(8),
+        rows,
+        torch.randn(len(rows)),
         minibatches=1,
         tokens_per_micro_batch=2048,
         topology=topology,
         gemm_tokens=settings.gemm_tokens,
+        sharing=actor.sharing,
     )[0]
     packs = minibatch.micro_batches
     logprobs = actor.compute_logprobs(packs)
     for pack, behavior in zip(packs, logprobs, strict=True):
         pack.behavior_logprobs = behavior
-    return actor, minibatch, gather_by_rollout(packs, logprobs, count=8, topology=topology)
+    rows = gather_by_rollout(packs, logprobs, count=len(rows), topology=topology)
+    return actor, minibatch, rows
 
 
 def check_parity(row):
@@ -173,6 +197,83 @@ def check_transformer_engine(row):
     version = _transformer_engine()
     row.note("version", version)
     _against_local_layers(row, MODELS, logprob_bound=2e-2, norm_bound=5e-2)
+
+
+def check_shared_prompts(row):
+    """Compare packs that compute each prompt once with whole sequences, on both kinds of layers."""
+    from megatron_rl.objectives import build_objective
+
+    kinds = [("local layers", False)]
+    try:
+        _transformer_engine()
+        kinds.append(("Transformer Engine", True))
+    except Skipped as reason:
+        row.note("without", str(reason))
+    objective = build_objective("grpo")
+    for kind, on_te in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            _save_model(folder, "Qwen3")
+            both = [
+                _build(folder, rollouts=_groups, transformer_engine=on_te, share_prompts=one)
+                for one in (False, True)
+            ]
+        gap = max(abs(a - b).mean() for a, b in zip(both[0][2], both[1][2], strict=True))
+        row.at_most(f"{kind}: mean gap", float(gap), 2e-2)
+        results = [actor.update(batch, objective) for actor, batch, _ in both]
+        norm, other = (result.grad_norm for result in results)
+        row.at_most(f"{kind}: gradient norm's change", abs(other - norm) / norm, 5e-2)
+        deviation = results[1].statistics.to_metrics()["ratio/max_deviation"]
+        row.at_most(f"{kind}: first ratio - 1", deviation, 0.0)
+        whole, once = (
+            min(timed(actor.update, batch, objective) for _ in range(3)) for actor, batch, _ in both
+        )
+        row.note(f"{kind}: times as fast", whole / once)
+
+
+def check_critic(row):
+    """Check that a sleeping critic leaves the device, and that its values are the same after it."""
+    from megatron_rl.actor.critic import Critic
+    from megatron_rl.data.packing import plan_minibatches, scatter_to_packs
+    from megatron_rl.objectives.values import GaeSettings
+
+    topology, rollouts = one_process(), list(_rollouts())
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(Path(folder) / "model", "Qwen2")
+        before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+        critic = Critic(Path(folder) / "model", topology=topology, settings=_settings())
+        (minibatch,) = plan_minibatches(
+            rollouts, torch.ones(8), minibatches=1, tokens_per_micro_batch=2048, topology=topology
+        )
+        packs = minibatch.micro_batches
+        rewards = scatter_to_packs(
+            packs, [np.ones(len(r.response.rollout_logprobs), np.float32) for r in rollouts]
+        )
+        cut = [torch.zeros(len(pack.rollout_indices), dtype=torch.bool) for pack in packs]
+        settings = GaeSettings(1.0, 0.95, 1.0)
+
+        def score():
+            return critic.compute_targets(packs, rewards, cut, settings=settings)
+
+        for pack, one in zip(packs, score(), strict=True):
+            pack.values, pack.returns = one[:, 0], one[:, 2]
+        critic.update(minibatch, clip=0.2)
+        for pack in packs:
+            pack.values = None  # else those would be taken
+        awake, digest = score(), critic.digest()
+        held = (torch.cuda.memory_allocated() if DEVICE == "cuda" else 1) - before
+        critic.sleep()
+        if DEVICE == "cuda":
+            kept = torch.cuda.memory_allocated() - before
+            row.at_most("critic left on the device asleep", kept / held, 0.1)
+        critic.save(Path(folder) / "checkpoint")
+        row.at_most("checksums that sleep changes", float(critic.digest() != digest), 0.0)
+        critic.wake_up()
+        again = score()
+        gap = max(float((a - b).abs().max()) for a, b in zip(awake, again, strict=True))
+        row.at_most("values after sleep", gap, 0.0)
+        for pack, one in zip(packs, again, strict=True):
+            pack.values = one[:, 0]
+        critic.update(minibatch, clip=0.2)
 
 
 def require_fp8():

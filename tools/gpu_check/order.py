@@ -70,6 +70,8 @@ ORDER = (
     Planned(actors.check_parity, "layers", 24.5),
     Planned(actors.check_transformer_engine, "layers", 9.9),
     Planned(actors.check_fp8, "layers", 1.3),
+    Planned(actors.check_shared_prompts, "layers", 15),
+    Planned(actors.check_critic, "layers", 5),
     Planned(dry_run.check_dry_run, "dry_run", 50.5),
     Planned(engine.check_sampling, "sampling", 140),
 )

@@ -80,3 +80,14 @@ def run_row(name: str, check: Callable[[Row], None]) -> Row:
     if DEVICE == "cuda":
         row.peak_gib = torch.cuda.max_memory_allocated() / 2**30
     return row
+
+
+def timed(act, *arguments):
+    """Return the seconds of a call, including the work of the device."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    act(*arguments)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

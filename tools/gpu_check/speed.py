@@ -2,7 +2,6 @@
 
 import gc
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tools.gpu_check.actors import require_fp8
 from tools.gpu_check.models import EXPERTS, make_rollouts, save_random_model
 from tools.gpu_check.numerics import one_process
-from tools.gpu_check.row import DEVICE, LOW
+from tools.gpu_check.row import DEVICE, LOW, timed
 
 MIN_UTILIZATION = 0.25  # an H100 reached 0.37 to 0.48
 PACK = [4096] * 4 if DEVICE == "cuda" else [64] * 4
@@ -133,14 +132,3 @@ def product_flop_per_second():
     matrix = torch.randn(size, size, device=DEVICE, dtype=LOW)
     torch.mm(matrix, matrix)
     return 2 * size**3 / min(timed(torch.mm, matrix, matrix) for _ in range(5))
-
-
-def timed(act, *arguments):
-    """Return the seconds of a call, including the work of the device."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    act(*arguments)
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

@@ -90,8 +90,8 @@ def forward(w, pack, layout):
     return logprobs.gather(1, pack.labels[:, None])[:, 0] * pack.response_mask
 
 
-def compute(minibatch, count, name="pnpo"):
-    """Log-probs by rollout, and the gradients of an objective's loss of the second update."""
+def compute(minibatch, count, name="pnpo", *, drift=5e-4):
+    """Log-probs and losses by rollout, and the gradients, of a second update of an objective."""
     w, objective, logprobs = weights(), build_objective(name), []
     loss = torch.zeros((), dtype=torch.float64)
     for pack in minibatch.micro_batches:
@@ -100,11 +100,11 @@ def compute(minibatch, count, name="pnpo"):
             used=pack.used,
         )  # fmt: skip
         own = forward(w, pack, layout)
-        drift = 5e-4 * torch.cos(pack.labels.double() + pack.tokens)
-        inputs = TokenInputs(own, own.detach() - drift, layout.spread_responses(pack.advantages))
+        moved = drift * torch.cos(pack.labels.double() + pack.tokens)
+        inputs = TokenInputs(own, own.detach() - moved, layout.spread_responses(pack.advantages))
         result = objective(inputs, layout=layout, denominators=minibatch.denominators)
         loss = loss + result.loss.sum()
-        logprobs.append(own.detach())
+        logprobs.append(torch.stack((own.detach(), result.loss.detach()), dim=1))
     loss.backward()
     rows = [None] * count
     for pack, values in zip(minibatch.micro_batches, logprobs, strict=True):
@@ -117,8 +117,11 @@ def compute(minibatch, count, name="pnpo"):
 
 
 def gap(seed=0, **options):
-    """Largest difference of log-probs and relative difference of gradients, shared or not."""
-    rollouts = make_rollouts(seed)
+    """Largest difference of log-probs and losses and relative one of gradients, shared or not."""
+    return gap_of(make_rollouts(seed), **options)
+
+
+def gap_of(rollouts, **options):
     apart, shared = (plan(rollouts, how, **options) for how in (None, ALWAYS))
     (a, of_apart), (b, of_shared) = (compute(one, len(rollouts)) for one in (apart, shared))
     assert len(a) == len(b) == sum(one.response.length for one in rollouts)
@@ -134,6 +137,28 @@ def test_shared_packs_have_the_same_log_probs_and_gradients(tokens):
     rows = [sum(map(len, (pack.tokens for pack in plan(rollouts, how).micro_batches)))
             for how in (None, ALWAYS)]  # fmt: skip
     assert rows[1] < 0.7 * rows[0]
+
+
+def test_tokens_that_two_responses_sample_alike_have_a_loss_in_each():
+    """PNPO's bound at a token depends on L: one weight for both would be wrong for one of them."""
+    draw = np.random.default_rng(5)
+    prompt = Prompt(0, (), tuple(draw.integers(0, VOCAB, 30).tolist()), "", "")
+    alike = draw.integers(0, VOCAB, 12).tolist()
+    rollouts = []
+    for sample, further in enumerate((0, 40, 400, 40)):
+        tokens = np.array([*alike, *draw.integers(0, VOCAB, further)], np.int32)
+        response = Response(0, sample, tokens, np.zeros(len(tokens), np.float32), "", "stop", 0)
+        rollouts.append(Rollout(prompt, response, GradeResult(0.0, "", None)))
+    assert gap_of(rollouts) < 1e-12
+    minibatch = plan(rollouts, ALWAYS)
+    (pack,) = minibatch.micro_batches
+    assert len(pack.tokens) == 30 + 12 + 52 + 412 + 52
+    rows = compute(minibatch, 4, drift=1e-2)[0]
+    twins = [rows[:12], rows[12:24], rows[64:76], rows[476:488]]
+    for twin in twins:
+        torch.testing.assert_close(twin[:, 0], rows[:12, 0], atol=1e-12, rtol=0)  # log-probs
+    accepted = [int((twin[:, 1] != 0).sum()) for twin in twins]
+    assert accepted[0] < accepted[1] == accepted[3] < accepted[2]
 
 
 MISTAKES = {
