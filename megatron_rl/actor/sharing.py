@@ -26,10 +26,14 @@ def build_sharing(
     is_always = settings.share_prompts is True
     if not settings.share_prompts or (on_transformer_engine and not is_always):
         return None
-    attention = len(shape.layers_with("attention")) * shape.num_attention_heads * shape.head_dim
-    row = ROW_FLOPS * _linear_elements(shape)
-    pairs = row / (PAIR_FLOPS * attention) * ATTENTION_RATE
+    pairs = operations_of_a_row(shape) * ATTENTION_RATE
     return Sharing(pairs, slowdown=SLOWDOWN, always=is_always)
+
+
+def operations_of_a_row(shape: ModelShape) -> float:
+    """Return how many query-key pairs have as many operations as the linear layers of a row."""
+    attention = len(shape.layers_with("attention")) * shape.num_attention_heads * shape.head_dim
+    return ROW_FLOPS * _linear_elements(shape) / (PAIR_FLOPS * attention)
 
 
 def _linear_elements(shape: ModelShape) -> float:

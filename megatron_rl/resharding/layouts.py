@@ -6,6 +6,7 @@ No process group is needed, so plans can be computed and tested for any cluster.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
@@ -108,8 +109,33 @@ class ActorLayout:
         return tuple(pieces)
 
 
+class PushTarget(Protocol):
+    """What a push plans for: which parts of the HF tensors each rank needs, and under which names.
+
+    Its ranks are those of the actor, or follow them.
+    """
+
+    @property
+    def first(self) -> int:
+        """The first rank that needs weights."""
+        ...
+
+    @property
+    def ranks(self) -> range:
+        """All ranks that need weights."""
+        ...
+
+    def shard_coordinates(self, rank: int) -> tuple[int, ...]:
+        """Return what tells ranks with different parts apart; equal coordinates, equal parts."""
+        ...
+
+    def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:
+        """Return the parts that a rank needs, each with its place in a parameter of the target."""
+        ...
+
+
 @dataclass(frozen=True)
-class EngineLayout:
+class EngineLayout(PushTarget):
     """vLLM engines of `tensor` adjacent ranks each, which together use `world_size` ranks.
 
     expert_parallel: whole experts on each rank instead of a slice of every expert. first: rank of
@@ -184,7 +210,7 @@ def find_owners(shape: ModelShape, layout: ActorLayout, *, fused: bool) -> Owned
     return owned
 
 
-def find_needs(shape: ModelShape, layout: EngineLayout) -> Needs:
+def find_needs(shape: ModelShape, layout: PushTarget) -> Needs:
     """Find, per HF tensor in model order, each piece and the groups of ranks that need it."""
     needs: Needs = {name: {} for name in tensor_shapes(shape)}
     for group, ranks in enumerate(group_equal_ranks(layout)):
@@ -205,7 +231,7 @@ def largest_module(shape: ModelShape, layout: EngineLayout, *, rank: int = 0) ->
     )
 
 
-def group_equal_ranks(layout: ActorLayout | EngineLayout) -> list[list[int]]:
+def group_equal_ranks(layout: ActorLayout | PushTarget) -> list[list[int]]:
     """Group the ranks that have, or need, equal shards."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in layout.ranks:

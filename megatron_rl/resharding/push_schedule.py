@@ -60,7 +60,7 @@ import numpy as np
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import (
     ActorLayout,
-    EngineLayout,
+    PushTarget,
     find_needs,
     find_owners,
     group_equal_ranks,
@@ -357,7 +357,7 @@ class Plan:
         self,
         shape: ModelShape,
         source: ActorLayout,
-        destination: EngineLayout,
+        destination: PushTarget,
         *,
         fused: bool = False,
         ranks_per_node: int | None = None,
@@ -544,7 +544,7 @@ def _in_proportion(queues: list[list[PushStep]]) -> list[PushStep]:
 def plan_slices(
     shape: ModelShape,
     source: ActorLayout,
-    destination: EngineLayout,
+    destination: PushTarget,
     *,
     fused: bool = False,
     ranks_per_node: int | None = None,
@@ -770,7 +770,7 @@ def _one_of_each_holder(sizes: Mapping[str, int], source: ActorLayout) -> int:
 def schedule(
     shape: ModelShape,
     source: ActorLayout,
-    destination: EngineLayout,
+    destination: PushTarget,
     *,
     wire_elements: int,
     tensor_elements: int | None = None,
@@ -805,7 +805,7 @@ def parts_in_rounds(step: PushStep, numbers: list[int]) -> Iterator[tuple[int, P
 
 
 def shares_of_nodes(
-    shape: ModelShape, source: ActorLayout, destination: EngineLayout, ranks_per_node: int | None
+    shape: ModelShape, source: ActorLayout, destination: PushTarget, ranks_per_node: int | None
 ) -> int:
     """Count the shares of the nodes to which expert ranks send in turn: 1 for few expert ranks.
 
@@ -816,7 +816,7 @@ def shares_of_nodes(
     if shape.experts is None:
         return 1
     sources = source.pipeline * source.expert
-    if destination.expert_parallel:
+    if isinstance(destination, EngineLayout) and destination.expert_parallel:
         sources //= destination.tensor
     slices = source.tensor if source.expert_tensor is None else source.expert_tensor
     replicas = source.world_size // (source.pipeline * source.expert * slices)
@@ -841,7 +841,7 @@ def without_garbage_collection() -> Iterator[None]:
 def plan_for_rank(
     shape: ModelShape,
     source: ActorLayout,
-    destination: EngineLayout,
+    destination: PushTarget,
     *,
     rank: int,
     wire_elements: int,

@@ -5,7 +5,8 @@
 A model with random weights on one CPU thread. Every case and way runs in a process of its own: the
 log-probs of the behavior policy and one update, the seconds of the fastest repeat, and how much the
 process's largest memory grew. The ways take turns, so that a busy machine slows all of them.
-The bound is the ratio of rows; the head, which computes the same tokens both ways, is not in it.
+Two bounds: the ratio of rows, which all linear layers have, and that of all operations, since a
+response still attends to each token of its prompt. The head computes the same tokens both ways.
 With --ranks, two ranks of context parallelism count the bytes and messages of both ways instead.
 """
 
@@ -123,10 +124,27 @@ def run_actor(rank: int, ranks: int, folder: str, case: str, way: str, repeats: 
         best = min(best, time.perf_counter() - start)
     report = {
         "seconds": best, "MiB": _memory() - before, "rows": sum(len(p.tokens) for p in packs),
+        "cost": sum(_cost(pack, actor.shape) for pack in packs),
         "packs": len(packs), "bytes": traffic.bytes // repeats,
         "messages": traffic.messages // repeats,
     }  # fmt: skip
     return json.dumps(report)
+
+
+def _cost(pack: Any, shape: Any) -> float:
+    """Count the operations of a pack's layers, in rows of their linears."""
+    from megatron_rl.actor.sharing import ATTENTION_RATE, operations_of_a_row
+
+    pairs_per_row = operations_of_a_row(shape) * ATTENTION_RATE
+    parents = pack.parents or (-1,) * len(pack.sequence_lengths)
+    used = pack.used or pack.sequence_lengths
+    ends: list[int] = []
+    pairs = 0.0
+    for parent, length in zip(parents, used, strict=True):
+        depth = ends[parent] if parent >= 0 else 0
+        ends.append(depth + length)
+        pairs += length * (depth + length / 2)
+    return len(pack.tokens) + pairs / pairs_per_row
 
 
 class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
@@ -197,10 +215,11 @@ def main() -> None:
                 line = f"{case:>9} {way:<12} " + "  ".join(
                     f"{key} {value:.2f}" if key == "seconds" else f"{key} {value:,.0f}"
                     for key, value in one.items()
+                    if key != "cost"
                 )
                 if base and way == "shared":
-                    gain, bound = base["seconds"] / one["seconds"], base["rows"] / one["rows"]
-                    line += f"  gain {gain:.2f} of {bound:.2f}"
+                    gain, *bounds = (base[key] / one[key] for key in ("seconds", "rows", "cost"))
+                    line += f"  gain {gain:.2f} of {bounds[0]:.2f} (operations: {bounds[1]:.2f})"
                 print(line, flush=True)
 
 

@@ -1,6 +1,7 @@
 """The plan transfers every missing element exactly once, from a rank that has it."""
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.resharding import push_schedule
-from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
-from megatron_rl.resharding.pieces import parameter_shapes
+from megatron_rl.resharding.layouts import ActorLayout, EngineLayout, PushTarget
+from megatron_rl.resharding.pieces import Piece, parameter_shapes
 from megatron_rl.resharding.push_schedule import SLICE_EXTRA, WITHIN, plan_for_rank, plan_slices
 from tests.unit.resharding.shapes import numbered_tensors, small_shape
 
@@ -57,8 +58,43 @@ def test_plan_slices_sends_each_missing_element_once(
     if world_size % engine_tensor or (shape.experts and engine_tensor == 8):
         engine_tensor = 1
     whole_experts = expert_parallel and shape.experts is not None
-    destination = EngineLayout(engine_tensor, world_size, whole_experts)
-    tensors = numbered_tensors(shape)
+    check_plan(shape, source, EngineLayout(engine_tensor, world_size, whole_experts), node)
+
+
+@dataclass(frozen=True)
+class Rows(PushTarget):
+    """An engine of another kind: a rank has every `count`-th row of each tensor, by HF's names."""
+
+    count: int
+    world_size: int
+    first: int = 0
+
+    @property
+    def ranks(self):
+        return range(self.first, self.first + self.world_size)
+
+    def shard_coordinates(self, rank):
+        return ((rank - self.first) % self.count,)
+
+    def pieces(self, shape, *, rank):
+        (own,) = self.shard_coordinates(rank)
+        sizes = {name: (*size, 1)[:2] for name, size in tensor_shapes(shape).items()}
+        return tuple(
+            Piece(name, (row, row + 1), (0, width), name, row // self.count)
+            for name, (height, width) in sizes.items()
+            for row in range(own, height, self.count)
+        )
+
+
+@pytest.mark.parametrize("node", [1, 2, 8])
+def test_plan_serves_a_target_with_other_names_and_parts(node):
+    source = ActorLayout(2, 2, 1, 2)
+    check_plan(small_shape("Qwen2ForCausalLM"), source, Rows(4, 8), node)
+
+
+def check_plan(shape, source, destination, node):
+    """The target gets every element that it lacks exactly once, and no other one."""
+    world_size, tensors = source.world_size, numbered_tensors(shape)
     owned = [_fill(source.pieces(shape, rank=r), tensors) for r in range(world_size)]
     expected = [_fill(destination.pieces(shape, rank=r), tensors) for r in range(world_size)]
     got = [{name: torch.zeros_like(v) for name, v in e.items()} for e in expected]
