@@ -60,6 +60,7 @@ import numpy as np
 from megatron_rl.models.shape import ModelShape, tensor_shapes
 from megatron_rl.resharding.layouts import (
     ActorLayout,
+    EngineLayout,
     PushTarget,
     find_needs,
     find_owners,
