@@ -199,8 +199,9 @@ class Month:
         return f"SIGKILL of {name}"
 
     def _lost_worker(self, chance: random.Random) -> str:
+        assert self._process is not None
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        while self._process.poll() is None and time.monotonic() < deadline:
             workers = [one for one in self._processes() if _name(one) == "worker"]
             with contextlib.suppress(psutil.Error):
                 if workers:
