@@ -274,7 +274,9 @@ class Month:
                     row["files"] += process.num_fds()
                     row["memory_mib"] += process.memory_full_info().pss >> 20
         temporary = Path(tempfile.gettempdir()).glob("rl_workers-*")
-        row["temporary"] = sum(len(list(folder.rglob("*"))) for folder in temporary)
+        row["temporary"] = sum(
+            len(names) + len(files) for folder in temporary for _, names, files in os.walk(folder)
+        )
         row["shm"] = len(os.listdir("/dev/shm"))
         file = self.folder / "resources.csv"
         is_new = not file.exists()
