@@ -420,7 +420,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> dict[str, str]:
-    """Titles of the curves by metric; those of a critic and conversations only if a run has them."""
+    """Titles of the curves by metric: of a critic and conversations only if a run has them."""
     keys = {key for run in runs for row in run.rows for key in row}
     by_turns = {
         f"reward_by_turns/{turns}": f"Reward of conversations of {turns} turn{'s'[: turns > 1]}"
