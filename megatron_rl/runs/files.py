@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -191,6 +192,12 @@ def drop_rows(file: Path, *, until: Callable[[dict[str, Any]], bool]) -> None:
         ends = (end for end, row in _rows_from_end(file) if until(row))
         os.truncate(file, next(ends, 0))
         flush_to_disk(file)
+
+
+def read_last_rows(file: Path, *, most: int) -> list[dict[str, Any]]:
+    """Read the last complete rows of a JSON lines file, at most `most`, in order."""
+    rows = [row for _, row in itertools.islice(_rows_from_end(file), most)]
+    return rows[::-1]
 
 
 def _rows_from_end(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

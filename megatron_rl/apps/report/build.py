@@ -42,7 +42,13 @@ from megatron_rl.apps.report.traces import (
     traced_steps,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import PHASES, TIMELINE, atomic_write_text, changed_releases, read_rows
+from megatron_rl.runs.files import (
+    PHASES,
+    TIMELINE,
+    atomic_write_text,
+    changed_releases,
+    read_last_rows,
+)
 
 MAX_TIMELINE_STEPS = 20
 NEARLY = 0.001  # seconds; a resumed run leaves a longer gap between two steps
@@ -57,7 +63,7 @@ def build_timeline(run: Run, *, most: int) -> dict[str, Any] | None:
     seconds] of its first rank, in order and inside of these steps; what lies between them is
     waiting. Steps before a resume are left out.
     """
-    rows = read_rows(run.folder / TIMELINE)[-most:]
+    rows = read_last_rows(run.folder / TIMELINE, most=most)
     for place in range(len(rows) - 1, 0, -1):
         before, row = rows[place - 1], rows[place]
         if abs(before["start"] + before["seconds"] - row["start"]) > NEARLY:
@@ -441,7 +447,7 @@ def _run(
     # Keep every step with a score, and as many others as fit.
     max_rows = max(20, NUMBERS // (of * (len(curves) + 6)))
     scored = {i for i, row in enumerate(run.rows) if any(key in row for key in scores)}
-    kept = sorted(scored | set(spread_out(range(len(run.rows)), most=max_rows)))
+    kept = sorted(scored | set(spread_out(range(0, len(run.rows), run.every), most=max_rows)))
     rows = [run.rows[i] for i in kept]
     spent = progress(run, run.rows)
     seconds = {phase: sum(row.get(f"time/{phase}") or 0.0 for row in run.rows) for phase in PHASES}

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import ROLLOUT_COST, ROLLOUT_COST_METADATA, read_metrics, read_rows
+from megatron_rl.runs.files import ROLLOUT_COST, ROLLOUT_COST_METADATA, iterate_rows, read_rows
 
 # Settings that may differ within a group: the seed, and settings that do not affect results.
 IGNORED_SETTINGS = (
@@ -38,6 +38,7 @@ class Run:
     axes: dict[str, str] = field(default_factory=dict)  # its values of the study's axes
     rollout_cost: float = ROLLOUT_COST  # its study's, in epochs
     starts: list[dict[str, Any]] = field(default_factory=list)  # of starts.jsonl
+    every: int = 1  # row that is whole; the others have what sums and scores need
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -88,14 +89,32 @@ def find_runs(paths: Iterable[str | Path]) -> list[Run]:
         config = _read_config(folder / "config.yaml")
         cost = costs.get(folder.parents[1], ROLLOUT_COST)
         starts = folder / "starts.jsonl"
+        rows, every = _read_rows(folder / "metrics.jsonl")
         runs.append(
-            Run(folder, name, config, read_metrics(folder), axes.get(folder, {}), cost,
-                read_rows(starts) if starts.is_file() else [])
+            Run(folder, name, config, rows, axes.get(folder, {}), cost,
+                read_rows(starts) if starts.is_file() else [], every)
         )  # fmt: skip
     recorded = [run for run in runs if run.rows]
     if not recorded:
         raise UserError(f"{', '.join(names)}: nothing is recorded in metrics.jsonl yet")
     return recorded
+
+
+WHOLE_ROWS = 10_000
+
+
+def _read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a metrics.jsonl, and which of them are whole: every n-th of a long run."""
+    with file.open("rb") as lines:
+        every = max(1, -(-sum(1 for _ in lines) // WHOLE_ROWS))
+    needed = {"step", "reward/mean", "rollout/tokens", *(key for key, _ in COSTS.values())}
+    rows = [
+        row
+        if number % every == 0
+        else {k: v for k, v in row.items() if k in needed or k.startswith(("eval/", "time/"))}
+        for number, row in enumerate(iterate_rows(file))
+    ]
+    return rows, every
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def gate_by_position(group: RunGroup, *, most_steps: int) -> dict[str, Any] | No
     Values are means of the runs' metrics, over all steps and for some single steps. Returns None
     if no run has these metrics.
     """
-    rows = [row for run in group.runs for row in run.steps]
+    rows = [row for run in group.runs for row in run.rows[:: run.every] if "reward/mean" in row]
     epochs = max((int(key[6 : key.index("/")]) for row in rows for key in row
                   if key.startswith("epoch_") and "/by_fraction/" in key), default=0)  # fmt: skip
     if not epochs:

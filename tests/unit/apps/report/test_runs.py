@@ -15,7 +15,10 @@ from megatron_rl.apps.report.runs import (
     default_threshold,
     find_runs,
     group_runs,
+    progress,
+    score_keys,
 )
+from megatron_rl.apps.report.traces import gate_by_position
 from megatron_rl.runs.files import PHASES
 from tests.made_runs import EPOCHS, make_run
 
@@ -202,6 +205,23 @@ def test_curves_and_first_passage(study, data):
         np.nanmax(smoothed(column(raw(study, r["name"]), "reward/mean"))) for r in data["runs"]
     )
     assert 0 <= lowest - default_threshold(find_runs([study])) < 0.05
+
+
+def test_long_runs_keep_sums_and_scores_of_all_rows(study, monkeypatch):
+    """And every third row whole: figures of positions are of those."""
+    from megatron_rl.apps.report import runs as module
+
+    whole = find_runs([study])
+    monkeypatch.setattr(module, "WHOLE_ROWS", -(-len(whole[0].rows) // 3))
+    thinned = find_runs([study])
+    assert {run.every for run in thinned} == {3}
+    for one, other in zip(whole, thinned, strict=True):
+        assert progress(one, one.rows) == progress(other, other.rows)
+        assert one.rows[::3] == other.rows[::3] != one.rows
+        assert sum(map(len, other.rows)) < sum(map(len, one.rows))
+    assert score_keys(whole) == score_keys(thinned)
+    (group, *_) = group_runs(thinned)
+    assert gate_by_position(group, most_steps=2) is not None
 
 
 def test_default_threshold_is_reached_by_90_percent_of_runs(tmp_path):
