@@ -1,18 +1,19 @@
 """A critic beside group baselines at equal generated tokens: where it helps, and where not.
 
-    python -m tools.benchmarks.critic [--task stakes sums] [--seeds 1 2 3 4 5] [--work FOLDER]
+    python -m tools.benchmarks.critic [--task draws sums] [--seeds 1 2 3 4 5] [--work FOLDER]
 
-`stakes`: a conversation of seven turns. Each answer of the environment names a digit and a stake,
-drawn anew; the next turn earns the stake if it repeats the digit. What later turns earn is mostly
-luck, which the mean over a group of conversations leaves in every turn's advantage, while a critic
-reads the stake before it judges a turn.
+`draws`: a conversation of seven turns. Each answer of the environment names a digit, and a turn earns
+1 for the digit after it. It also names what the environment has drawn for this conversation: a
+bonus for every turn, or none, whatever the policy writes. A group of conversations about one prompt
+has both, so the mean over the group leaves the luck of the draw in every advantage; a critic reads
+the draw.
 
 `sums`: the quickstart's problems, one turn and one reward at its end. Eight responses to a prompt
 tell what to expect from it, and a critic has to learn that.
 
-Every run has the same prompts, conversations, objective and optimizer; learning rates and lambdas
-were chosen on seed 100. Runs are those of `megatron-rl train`: a second call continues where the
-first one ended, and prints the table.
+Every run has the same prompts, conversations, objective and optimizer; the critic's settings were
+chosen on seed 100. Runs are those of `megatron-rl train`: a second call continues where the first
+one ended, and prints the table.
 """
 
 import argparse
@@ -32,25 +33,24 @@ from megatron_rl.environments import Answer
 from megatron_rl.runs.files import read_metrics
 
 ROOT = Path(__file__).parents[2]
-TURNS, STAKES = 9, {"a": 1.0, "z": 20.0}
-RARE = 0.15  # probability of the high stake
+TURNS, BONUS = 6, 5.0  # after the first one, which only asks; of a turn, by half of the draws
 
 
-class Stakes:
-    """Names a digit and a stake in each answer; a turn that repeats the digit earns the stake."""
+class Draws:
+    """Asks for the digit after the one that it names, and pays what it has drawn besides."""
 
     def __init__(self, row: dict[str, Any], seed: int) -> None:
-        self.draw, self.answer, self.stake, self.turns = random.Random(seed), "", "a", -1
+        self.draw, self.answer, self.turns = random.Random(seed), "", -1
+        self.bonus = BONUS * (self.draw.random() < 0.5)
 
     async def step(self, message: str) -> Answer:
-        """Grade the turn, and name the next digit and stake."""
+        """Grade the turn, and name the next digit and the draw."""
         self.turns += 1
-        reward = STAKES[self.stake] * float(message == self.answer)
+        reward = float(message == self.answer) + self.bonus if self.turns else 0.0
         digit = self.draw.randrange(10)
         self.answer = str((digit + 1) % 10)
-        self.stake = "z" if self.draw.random() < RARE else "a"
-        done = self.turns == TURNS
-        return Answer(f"{digit}{self.stake}", reward=reward, done=done, reason="graded")
+        text = f"{digit}{'z' if self.bonus else 'a'}"
+        return Answer(text, reward=reward, done=self.turns == TURNS, reason="graded")
 
 
 # Settings that all runs of a task have, and those of each way to get advantages.
@@ -60,10 +60,10 @@ COMMON = (
 )  # fmt: skip
 BY_TURN = ("advantage.credit=turn",)
 TASKS: dict[str, dict[str, Any]] = {
-    "stakes": {
+    "draws": {
         "config": "ask.yaml",
         "common": (
-            "environment.name=tools.benchmarks.critic:Stakes", f"environment.max_turns={TURNS + 1}",
+            "environment.name=tools.benchmarks.critic:Draws", f"environment.max_turns={TURNS + 1}",
             "environment.max_context_tokens=126", "environment.max_turn_tokens=4",
             "rollout.max_response_tokens=40", "rollout.prompts_per_step=8",
             "rollout.responses_per_prompt=4", "trainer.epochs=2", "trainer.minibatches=2",
@@ -72,7 +72,9 @@ TASKS: dict[str, dict[str, Any]] = {
         "ways": {
             "group mean of the response": (),
             "group mean of each turn": BY_TURN,
-            "critic": ("critic={learning_rate: 3.0e-3, gae_lambda: 0.5, warmup_steps: 1}",),
+            "critic": (
+                "critic={learning_rate: 3.0e-3, discount: turn, gae_lambda: 0.5, value_clip: null}",
+            ),
         },
     },
     "sums": {
@@ -104,7 +106,7 @@ def run(task: str, way: str, seed: int, work: Path, further: tuple[str, ...] = (
     if (folder / "model").exists():
         return folder
     about = TASKS[task]
-    model = (f"model.path={make_model(work)}",) if task == "stakes" else ()
+    model = (f"model.path={make_model(work)}",) if task == "draws" else ()
     settings = (*COMMON, *model, *about["common"], *about["ways"][way], *further, f"seed={seed}",
                 f"run.dir={folder.parent}", f"run.name={folder.name}")  # fmt: skip
     command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config",
@@ -121,8 +123,9 @@ def score(folder: Path) -> tuple[float, float, float]:
     for file in sorted((folder / "rollouts").glob("step_*.parquet")):
         table = pq.read_table(file).to_pydict()
         rows = table.get("turn_rewards") or [[reward] for reward in table["reward"]]
-        graded = [reward for row in rows for reward in row[1:] or row]  # the first turn only asks
-        right.append(statistics.fmean(reward > 0 for reward in graded))
+        # The first turn only asks; bonuses are whole multiples of more than one turn's reward.
+        graded = [reward % BONUS for row in rows for reward in row[1:] or row]
+        right.append(statistics.fmean(graded))
     tokens = sum(row.get("rollout/tokens", 0) for row in read_metrics(folder))
     return statistics.fmean(right[-5:]), statistics.fmean(right), tokens
 
