@@ -174,6 +174,19 @@ _DEFAULTS = {
 }
 
 
+def describe_unknown_variables() -> str | None:
+    """Name the variables that begin as vLLM's and that its release does not read."""
+    from vllm import __version__, envs
+
+    unknown = {one for one in os.environ if one.startswith("VLLM_")} - {*envs.environment_variables}
+    if not unknown:
+        return None
+    return (
+        f"the environment has {', '.join(sorted(unknown))}: vLLM {__version__} has no such "
+        "variable, so it has no effect"
+    )
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the global generators of Python, NumPy and torch on exit."""

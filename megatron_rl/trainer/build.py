@@ -17,6 +17,7 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, WeightSink
 from megatron_rl.engine.remote import RemoteEngine, build_resharder
+from megatron_rl.engine.starting import describe_unknown_variables
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -313,6 +314,8 @@ class TrainingSide:
             )
             engine = build_engine(self.config, run.actor.topology, hooks=hooks)
         self.console.echo(engine.describe_stop())
+        if (line := describe_unknown_variables()) is not None:
+            self.console.echo(line)
         return engine
 
 
