@@ -37,6 +37,10 @@ HEADER = (
 LOADERS = """on {name} vLLM may choose kernels for experts that need its loaders: a push then keeps
   {size:.1f} GiB more for each pipeline stage, which is not counted in this table, and is not
   priced; rollout.engine.moe_backend=triton writes experts directly"""
+SHARED = (
+    "trainer.share_prompts=true is not counted in seconds and memory, which are those of whole "
+    "sequences"
+)
 LEGEND = """tokens: per pack, before parallel.context splits it. offload: optimizer states to the
   host and back. GiB: of {room:.1f} on a device, including the engine (4 while it sleeps) and a
   reserve of 6. share: rollout.gpu_memory_utilization, for the engine's weights and cache. own:
@@ -142,7 +146,7 @@ def describe(
         f"{load.epochs} epochs of {load.minibatches} minibatches{_describe_turns(load)}",
         f"{len(result.options)} layouts fit, {', '.join(others)}; memory, FLOPs and traffic of "
         f"{result.dry_runs} dry runs",
-        *_uncounted(result),
+        *_uncounted(result, planner),
         HEADER,
         *_rows(result, planner, top),
         LEGEND.format(room=result.device.memory_gib),
@@ -168,12 +172,13 @@ def _describe_turns(load: Workload) -> str:
     )
 
 
-def _uncounted(result: Search) -> list[str]:
-    """Format what is left out where vLLM itself may choose its loaders."""
-    if result.shape.experts is None or not result.device.newer_than_h100:
-        return []
-    size = 2 * largest_module(result.shape, EngineLayout(1, 1)) / 2**30
-    return [LOADERS.format(name=result.device.name, size=size)]
+def _uncounted(result: Search, planner: Planner) -> list[str]:
+    """Format what is left out: shared prompts, and loaders that vLLM itself may choose."""
+    lines = [SHARED] if planner.config.trainer.share_prompts is True else []
+    if result.shape.experts is not None and result.device.newer_than_h100:
+        size = 2 * largest_module(result.shape, EngineLayout(1, 1)) / 2**30
+        lines.append(LOADERS.format(name=result.device.name, size=size))
+    return lines
 
 
 def _rows(result: Search, planner: Planner, top: int) -> list[str]:

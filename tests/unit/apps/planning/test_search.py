@@ -310,6 +310,12 @@ def test_report_has_rows_and_reasons(planner, result):
     # 128 experts of 3 x 768 x 2,048 in bfloat16: 1.1 GiB
     loaders = "a push then keeps\n  1.1 GiB more for each pipeline stage, which is not counted"
     assert loaders in describe(newer, planner, top=1, show_rejected=False, choice=1)
+    trainer = planner.config.trainer.model_copy(update={"share_prompts": True})
+    sharing = replace(planner, config=planner.config.model_copy(update={"trainer": trainer}))
+    assert "share_prompts" not in text
+    assert "trainer.share_prompts=true is not counted" in describe(
+        result, sharing, top=1, show_rejected=False, choice=1
+    )
     every = describe(result, planner, top=3, show_rejected=True, choice=1)
     assert len(every.splitlines()) > len(result.rejected)
     limited = replace(result, slower=3, unmeasured=4)
