@@ -20,7 +20,7 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -174,12 +174,16 @@ _DEFAULTS = {
 }
 
 
-def describe_unknown_variables() -> str | None:
-    """Name the variables that begin as vLLM's and that its release does not read."""
+def given_variables() -> frozenset[str]:
+    """Return the variables for vLLM; before it starts, since it sets some of its own."""
+    return frozenset(name for name in os.environ if name.startswith("VLLM_"))
+
+
+def unknown_variables(given: Iterable[str]) -> str | None:
+    """Name variables that begin as vLLM's and that its release does not read."""
     from vllm import __version__, envs
 
-    unknown = {one for one in os.environ if one.startswith("VLLM_")} - {*envs.environment_variables}
-    if not unknown:
+    if not (unknown := set(given) - {*envs.environment_variables}):
         return None
     return (
         f"the environment has {', '.join(sorted(unknown))}: vLLM {__version__} has no such "

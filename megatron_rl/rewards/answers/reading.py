@@ -666,7 +666,8 @@ def _read_inequality(text: str) -> Any:
     if len(parts) == 2:
         if names == [True, False] or names == [False, True]:
             return _half_line(parts, signs[0], name_first=names[0])
-        return _read_distance(*parts, signs[0]) or relation(parts[0], signs[0], parts[1])
+        (left, right), (sign,) = parts, signs
+        return _read_distance(left, right, sign) or relation(left, sign, right)
     if len(parts) != 3 or not names[1] or r"\ne" in signs:
         return Text(text)
     if {sign[-1] in ">" or sign == r"\ge" for sign in signs} == {True}:
