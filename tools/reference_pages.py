@@ -32,27 +32,26 @@ METRICS = ROOT / "docs" / "metrics.md"
 HEAD = """# Configuration
 
 Every setting of a run, with its default and rule, made from `megatron_rl/config/` by
-`python tools/reference_pages.py`. A config is a YAML file; `key=value` arguments override it:
+`python tools/reference_pages.py`; a number without a point is an integer. A config is a YAML file;
+`key=value` arguments override it:
 
 ```bash
 megatron-rl train my.yaml trainer.steps=20 'eval.sets={aime24: data/aime24.parquet}'
 ```
 
 In the file, `model.path: models/mine` is `model: {path: models/mine}`, and `objective: gspo` is
-`objective: {name: gspo}`. A key that is given twice, an unknown key or a wrong value is refused by
-its name and line before any work; a key of verl or TRL gets the name of ours
-([Coming from verl, from TRL](coming-from.md)). `--print-config` shows the whole config of a
-command.
+`objective: {name: gspo}`. A repeated or unknown key or a wrong value is refused by name and line
+before any work ([keys of verl and TRL](coming-from.md)). `--print-config` shows the whole config.
 
-Paths are relative to the folder that the command is started in. `~`, `$NAME` and `${NAME}` in them
-are replaced there, and a variable that is not set is refused. Settings that are texts keep what
-was written: `run.name=off` and `1e3` are no booleans or numbers.
+Paths are relative to the folder where the command is started. `~`, `$NAME` and `${NAME}` in them
+are replaced; a variable that is not set is refused. Text settings keep what was written:
+`run.name=off` and `1e3` are no booleans or numbers.
 """
 COMBINATIONS = """
 ## What combines with what
 
-A config in which two features exclude each other is refused. All other features combine; further
-limits depend on the [model](models.md).
+A config with two features that exclude each other is refused; all others combine. Further limits
+depend on the [model](models.md).
 
 | feature | refuses (why) |
 |---|---|
@@ -89,7 +88,7 @@ def _combinations() -> str:
 
 
 def _table(name: str, section: type[Section]) -> str:
-    title = f"\n## {name}\n\n{section.__doc__}\n" if name else ""
+    title = f"\n## {name}\n\n{' '.join((section.__doc__ or '').split())}\n" if name else ""
     rows = _rows(f"{name}." if name else "", section)
     return f"{title}\n" + "\n".join(rows) + "\n"
 
@@ -117,7 +116,7 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _default(field: FieldInfo) -> str:
-    """Default, end of the code font, and rule; a text, true or false is a rule of its own."""
+    """Default, end of the code font, and rule without the type, which the default shows."""
     rule = _rule(field.annotation, field.metadata)
     if field.is_required():
         return f"` ({rule})"
@@ -128,7 +127,9 @@ def _default(field: FieldInfo) -> str:
     output = "`" if value == "" else f"={text}`"
     if value is None:
         return f"{output} ({rule.removesuffix(' or `null`')})"
-    return output if rule in ("text", WORDS[bool]) else f"{output} ({rule})"
+    rule = re.sub(r"^(integer|number)(?: (?=[≥>])|$)", "", rule)
+    rule = "" if rule in ("text", WORDS[bool]) else rule
+    return f"{output} ({rule})" if rule else output
 
 
 def _rule(kind: Any, rules: list[Any]) -> str:
@@ -151,7 +152,7 @@ def _rule(kind: Any, rules: list[Any]) -> str:
     for pattern in filter(None, (getattr(rule, "pattern", None) for rule in rules)):
         return NAMES[list(PATTERNS).index(pattern)]
     bounds = [
-        f"{sign} {getattr(rule, key)}"
+        f"{sign}{getattr(rule, key):.15g}"
         for rule in rules
         for one, (key, sign) in SIGNS.items()
         if isinstance(rule, one)
@@ -170,9 +171,16 @@ def metrics_page() -> str:
 
 
 def _metric_table(rows: tuple[Metric, ...]) -> str:
-    """One table, without the columns that are empty in all of its rows."""
-    cells = [(", ".join(f"`{name}`" for name in row.names), *row[1:]) for row in rows]
-    head = ("band" if rows is IN_A_BAND else "name", "unit", "description", "over")
+    """One table; a column of what metrics cover if any has it, units at the end of descriptions."""
+    cells = [
+        (
+            ", ".join(f"`{name}`" for name in row.names),
+            row.description + f" ({row.unit})" * (row.unit not in ("", "0..1")),
+            row.covers,
+        )
+        for row in rows
+    ]
+    head = ("band" if rows is IN_A_BAND else "name", "description", "over")
     used = [index for index, column in enumerate(zip(*cells, strict=True)) if any(column)]
     first, *others = (
         "|" + "|".join(f" {line[index]} " if line[index] else " " for index in used) + "|\n"

@@ -141,44 +141,41 @@ class RunSection(Section):
     dir: PathText = "runs"
     """Folder that contains the run directories."""
     name: Name | None = None
-    """Name of the run's folder in `run.dir`; null combines the config file's name and the time."""
+    """Name of the run's folder in `run.dir`; null is the config file's name and the time."""
     resume: Literal["never", "auto"] = "never"
-    """`never` refuses to start if the run exists; `auto` continues it from its last checkpoint, or
-    starts it if it does not exist."""
+    """`never` refuses an existing run; `auto` continues it from its last checkpoint, or starts
+    it."""
     accept_changes: list[str] = []
-    """Inputs whose changed content a resumed run accepts, named by their settings, such as
-    `[data.train, reward.verifier]`; other inputs must be those of the last start
-    (`docs/reliability.md`)."""
+    """Inputs whose changed content a resumed run accepts, by their settings: `[data.train,
+    reward.verifier]` (`docs/reliability.md`)."""
     check_memory: bool = True
-    """On CUDA, do a dry run before the start and refuse a run that does not fit into memory
-    (`docs/scaling.md`)."""
+    """On CUDA, refuse a run that a dry run finds too large for the memory (`docs/scaling.md`)."""
     largest_expert_share: Annotated[float, Field(ge=1)] = 1.5
-    """Tokens that the busiest expert-parallel rank receives in that check, over an equal share."""
+    """Tokens of the busiest expert-parallel rank in that check, over an equal share."""
 
 
 class ModelSection(Section):
     """The model to train."""
 
     path: PathText = ""
-    """Hugging Face folder with config, safetensors and tokenizer, or a model's name on the hub as
-    `OWNER/NAME` or `OWNER/NAME@REVISION` (`docs/prompts.md`), or a GGUF file (`docs/models.md`).
-    Required."""
+    """Hugging Face folder with config, safetensors and tokenizer, a name on the hub as `OWNER/NAME`
+    or `OWNER/NAME@REVISION` (`docs/prompts.md`), or a GGUF file (`docs/models.md`). Required."""
     reference: PathTexts | None = None
-    """Model of the frozen reference policy that `objective.kl` uses, such as the teacher of
-    on-policy distillation, with the policy's tokens and any shape; null uses `model.path`. Several
-    are a mapping by the `data_source` of the prompts, such as `{math: models/M, code: models/C}`,
-    in which every source needs one (`docs/objectives.md`)."""
+    """Frozen reference policy of `objective.kl`, such as a teacher, with the policy's tokens; null
+    is `model.path`. A mapping such as `{math: models/M, code: models/C}` has a model for each
+    `data_source` of the prompts (`docs/distillation.md`)."""
     trust_remote_code: bool = False
-    """Run the tokenizer's Python code in the model folder, if it has no `tokenizer.json`, as in
-    Moonlight and Kimi (`docs/models.md`). The model itself never comes from such code."""
+    """Run the tokenizer's Python code in a model folder without `tokenizer.json` (Moonlight, Kimi;
+    `docs/models.md`). The model itself never comes from such code."""
     transformer_engine: bool | None = None
     """Use Transformer Engine; null uses it in bfloat16 on CUDA if it is installed."""
     fp8: Literal["tensorwise", "blockwise"] | None = None
-    """Scaling recipe for FP8 matrix products in the layers (needs Transformer Engine); null
-    disables FP8."""
+    """Scaling recipe of FP8 matrix products in the layers, with Transformer Engine; null disables
+    FP8."""
     routing_replay: Literal["none", "behavior", "engine"] = "none"
-    """Experts of a token in updates: the router's present choice (`none`), that of the behavior
-    pass (`behavior`), or the engine's, in that pass too (`engine`; `docs/routing-replay.md`)."""
+    """Experts of a token in updates: the router's present choice (`none`), the choice in the
+    behavior pass (`behavior`), or the engine's, in that pass too (`engine`;
+    `docs/routing-replay.md`)."""
 
     @property
     def references(self) -> dict[str | None, str]:
@@ -192,41 +189,41 @@ class RolloutSection(Section):
     """Generation: the rollout batch of each step and the vLLM engine."""
 
     tensor: Count = 1
-    """vLLM's tensor parallel size; the remaining ranks run further engines (data parallel)."""
+    """vLLM's tensor parallel size; the remaining ranks run further engines."""
     expert_parallel: bool = False
-    """Place whole experts on each rank of an engine instead of a slice of every expert; on CUDA."""
+    """Place whole experts on each rank of an engine, not a slice of every expert; on CUDA."""
     prompts_per_step: Count = 256
-    """Number of prompts in a rollout batch."""
+    """Prompts in a rollout batch."""
     responses_per_prompt: Count = 8
-    """Number of responses to each prompt (the group size)."""
+    """Responses to each prompt (the group size)."""
     max_response_tokens: Count = 15360
-    """Maximum response length in tokens; longer responses are truncated."""
+    """Maximum response length in tokens; generation stops there."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
-    """Token ids that end a response, in addition to those in the model's configs and tokenizer."""
+    """Token ids that end a response, besides the end tokens of the model's files."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response; they remain part of it."""
     temperature: Positive = 1.0
-    """Sampling temperature, also applied to the log-probs that are trained on."""
+    """Sampling temperature, also of the log-probs that are trained on."""
     top_k: Annotated[int, Field(ge=2)] | None = None
-    """Draw each token from the k most probable tokens; training's log-probs are then over the
-    tokens that the sampler kept (`docs/sampling.md`). null keeps all."""
+    """Draw each token from the k most probable tokens, over which training computes log-probs too
+    (`docs/sampling.md`); null is all."""
     top_p: Fraction = 1.0
     """Draw each token from the most probable tokens whose probabilities sum to this; needs
-    `top_k` too."""
+    `top_k`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Draw each token from those with at least this fraction of the largest probability; needs
-    `top_k` too."""
+    """Draw each token from the tokens with at least this fraction of the largest probability; needs
+    `top_k`."""
     max_num_seqs: Count = 256
-    """Maximum number of sequences that one engine generates concurrently."""
+    """Maximum number of sequences that one engine generates at a time."""
     gpu_memory_utilization: Fraction = 0.5
-    """Fraction of the device memory that the engine may use, on CUDA."""
+    """Fraction of the device's memory for the engine, on CUDA."""
     kv_cache_mib: Count = 256
-    """Size of the engine's KV cache in MiB, on CPU."""
+    """Engine's KV cache in MiB, on CPU."""
     stall_seconds: Positive = 1800.0
-    """Seconds without a finished response on an engine before the run ends with an error."""
+    """Seconds without a finished response on an engine after which the run ends with an error."""
     engine: dict[str, Any] = Field(default_factory=dict)
-    """Additional arguments of vLLM's `LLM`, such as `{enable_prefix_caching: false}`; arguments
-    that the trainer sets or relies on are rejected."""
+    """Further arguments of vLLM's `LLM`, such as `{enable_prefix_caching: false}`; arguments that
+    the trainer sets or relies on are refused."""
 
     @property
     def removes_tokens(self) -> bool:
@@ -239,34 +236,33 @@ class RewardSection(Section):
 
     verifier: str | None = None
     """Function that grades a response, as `module:function` (`docs/rewards.md`); null compares
-    mathematical answers by `megatron_rl.rewards.math_answer:verify_math_answer`, or by its
-    `verify_after_thinking` if prompts end inside thinking."""
+    mathematical answers by `verify_math_answer`, or `verify_after_thinking` if prompts end inside
+    thinking, of `megatron_rl.rewards.math_answer`."""
     workers: Count | None = None
-    """Number of verifier processes per rank; null uses one per CPU core of the rank."""
+    """Verifier processes per rank; null is one per CPU core of the rank."""
     time_limit_seconds: Positive = 5.0
-    """Time limit in seconds for one call of the verifier, without the time for which others take
-    the processor cores; a call that takes longer is killed and the response gets reward 0."""
+    """Seconds for one call of the verifier, not counting the time for which other processes take
+    the cores; then the call is killed and the response gets reward 0."""
     on_error: Literal["end", "zero", "retry"] = "end"
-    """Reaction to a verifier that raises, returns no reward or crashes: `end` ends the run, `zero`
-    gives reward 0, `retry` tries again after 1, 2, 4, 8 and 16 s and then ends the run."""
+    """If a verifier raises, returns no reward or crashes: `end` ends the run, `zero` gives reward
+    0, `retry` tries again after 1, 2, 4, 8 and 16 s and then ends the run."""
     batch_size: Count = 32
     """Maximum number of responses per call of a verifier that takes lists, and of calls in progress
-    per worker of one that is async."""
+    per worker of an async verifier."""
     weights: dict[RewardName, float] = Field(default_factory=dict)
-    """Weight of each named reward of a verifier that returns several, such as
-    `{correct: 1.0, format: 0.2}`; the reward is the weighted sum. If empty, every weight is 1. A
-    weight of 0 records the reward without training on it."""
+    """Weights of the named rewards that a verifier returns, such as `{correct: 1.0, format: 0.2}`,
+    in their sum; 0 only records a reward. Empty: all are 1."""
 
 
 class WorkersSection(Section):
     """The processes that run verifiers and environments."""
 
     variables: list[Variable] = []
-    """Environment variables that they get in addition to the standard ones, such as the API key of
-    a judge, a tool or an agent."""
+    """Environment variables for these processes besides the standard ones, such as a judge's API
+    key."""
     memory_gib: Positive | None = 4.0
-    """Private memory in GiB that each may use in addition to that of the loaded module; allocations
-    above it raise a MemoryError in your code. null removes the limit."""
+    """Private memory in GiB of each process beyond that of the loaded module; further allocations
+    raise a MemoryError in your code. null removes the limit."""
 
 
 class AdvantageSection(Section):
@@ -275,51 +271,20 @@ class AdvantageSection(Section):
     estimator: Literal[
         "group_relative", "leave_one_out", "batch_baseline", "optimal_value", "raw"
     ] = "group_relative"
-    """Baseline that is subtracted from a reward: a statistic of its group, with `batch_baseline`
-    the mean of the trained rollout batch, with `raw` only `shift`."""
+    """Baseline that is subtracted from a reward: a statistic of its group; with `batch_baseline`
+    the rollout batch's mean; with `raw` only `shift`."""
     std: Literal["sample", "population", "none"] = "sample"
-    """Standard deviation that `group_relative` and `batch_baseline` divide by; `none` disables the
+    """Standard deviation by which `group_relative` and `batch_baseline` divide; `none`: no
     division."""
     beta: Positive = 1.0
-    """Temperature of `optimal_value` (OAPL) in units of reward; small values approach the best
-    reward of the group, large values its mean."""
+    """Temperature of `optimal_value` (OAPL) in units of reward: near 0 the best reward of the
+    group, large the mean."""
     credit: Literal["response", "turn"] = "response"
-    """Unit that has an advantage: a whole response, or each turn of a conversation. With `turn`,
-    the estimator compares the rewards from that turn on (`docs/agents.md`)."""
+    """Unit that has an advantage: a whole response, or each turn of a conversation by the rewards
+    from that turn on (`docs/agents.md`)."""
     shift: float = 0.0
-    """Constant added to the baseline of `group_relative`, or the whole baseline of `raw`, in units
-    of reward."""
-
-
-class CriticSection(Section):
-    """A critic: advantages from the values of a second model (`docs/critic.md`)."""
-
-    path: PathText | None = None
-    """Model folder from whose weights the critic starts, of any supported architecture and size
-    with the policy's vocabulary; null is `model.path`. Values start at 0."""
-    learning_rate: Positive = 1.0e-5
-    """Learning rate of the critic; its other settings are those of `optimizer`."""
-    warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
-    """Number of first steps that train the critic alone and leave the policy as it is."""
-    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount of later rewards, per step that `discount` counts."""
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
-    """Weight of later errors in the policy's advantages; 1 is the return minus the value, 0 the
-    one-step error."""
-    target_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """The same for the returns that values are trained on; 1 makes them the discounted rewards."""
-    length_alpha: Positive | None = None
-    """Length-adaptive lambda of VAPO in place of `gae_lambda`: 1 - 1 / (length_alpha * L) for a
-    response of L tokens, at least 0; their value is 0.05. null uses `gae_lambda`."""
-    discount: Literal["token", "turn"] = "token"
-    """Step that `gamma` and the lambdas count: a sampled token, or a turn of the policy, within
-    which both are then 1."""
-    value_clip: Positive | None = 0.5
-    """Largest change of a value, in units of reward, from the time of its rollout that the value
-    loss rewards; null disables clipping."""
-    whiten: bool = True
-    """Shift and scale the advantages of each minibatch to mean 0 and standard deviation 1 over its
-    sampled tokens."""
+    """Constant in units of reward that is added to the baseline of `group_relative`, or is the
+    baseline of `raw`."""
 
 
 class ObjectiveSection(Section):
@@ -328,8 +293,8 @@ class ObjectiveSection(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = "pnpo"
-    """Name of the objective (`docs/objectives.md`); `function` is a loss of your own, given as
-    `objective.function: module:function`."""
+    """Name of the objective (`docs/objectives.md`). `objective.function: module:function` is a loss
+    of your own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -364,18 +329,18 @@ class OptimizerSection(Section):
     min_learning_rate: NonNegative = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: NonNegative = 10.0
-    """Rollout batches over which the learning rate rises linearly from 0; fractions are rounded to
-    whole updates."""
+    """Rollout batches over which the learning rate rises linearly from 0, rounded to whole
+    updates."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate decay from the end of the warm-up to the last update."""
+    """Learning rate from the end of the warm-up to the last update."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay, as in AdamW; 0 disables it."""
+    """Decoupled weight decay; 0 disables it."""
     beta1: Decay = 0.9
     """Decay rate of the first moment."""
     beta2: Decay = 0.999
     """Decay rate of the second moment."""
     epsilon: Positive = 1.0e-8
-    """Term added to the square root of the second moment for numerical stability."""
+    """Term added to the square root of the second moment."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
 
@@ -384,38 +349,38 @@ class TrainerSection(Section):
     """Training: steps, reuse of each rollout batch, micro-batches, checkpoints."""
 
     steps: Count = 150
-    """Number of training steps; each step trains on one rollout batch."""
+    """Training steps; each trains on one rollout batch."""
     epochs: Count = 4
-    """Number of passes over each rollout batch."""
+    """Passes over each rollout batch."""
     minibatches: Count = 4
-    """Number of minibatches, and so of optimizer updates, per epoch."""
+    """Minibatches, and so optimizer updates, per epoch."""
     tokens_per_micro_batch: Count = 16384
     """Maximum number of packed tokens in one forward pass; the default fits one response of full
     length."""
     share_prompts: bool | Literal["auto"] = "auto"
-    """Compute what sequences have in common at their beginning once: the prompt of a group, and
-    histories that branch (`docs/shared-prompts.md`). `auto` does so where that costs less, and not
-    on Transformer Engine's layers; true wherever it saves rows."""
+    """Compute what sequences have in common at their beginning once, such as a group's prompt
+    (`docs/shared-prompts.md`). `auto` does so where that costs less, not on Transformer Engine's
+    layers; true wherever it saves rows."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation in the backward pass; `selective` recomputes MLPs, or router and
     experts."""
     checkpoint_every: Count = 10
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Count = 2
-    """Number of most recent checkpoints to keep."""
+    """Most recent checkpoints to keep."""
     keep_best: Annotated[bool | str, BeforeValidator(_bool_or_text)] = False
-    """Also keep the checkpoint with the best evaluation score: true uses the mean of avg@k over the
-    sets, a name such as `eval_macro/maj@32` or `eval/aime24/pass@8` uses that score."""
+    """Also keep the checkpoint with the best evaluation score: true is the sets' mean avg@k, a name
+    such as `eval_macro/maj@32` or `eval/aime24/pass@8` that score."""
     keep_every: Count | None = None
-    """Steps between checkpoints that are kept permanently; null keeps none permanently."""
+    """Steps between checkpoints that are kept permanently; null keeps none."""
     self_test_every: Count | None = None
     """Steps between self-tests of the run (`docs/reliability.md`); null disables them."""
     stall_seconds: Positive | None = 600.0
-    """Seconds without progress on a rank before the watchdog ends the job so that it can be
-    restarted, doubled during set-up, checkpoints and export; null disables the watchdog."""
+    """Seconds without progress on a rank after which the watchdog ends the job so that it can be
+    restarted, twice as long in set-up, checkpoints and export; null disables the watchdog."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU. On a CPU
-    with avx512_bf16 or AMX (`lscpu`) try bfloat16 for a pretrained model, at the cost of a larger
+    """Data type of weights and activations; `auto` is bfloat16 on CUDA and float32 on CPU. For a
+    pretrained model on a CPU with avx512_bf16 or AMX (`lscpu`) try bfloat16, at a larger
     train-inference mismatch (`docs/measurements.md`)."""
 
 
@@ -423,10 +388,10 @@ class ReshardingSection(Section):
     """Transfer of weights from the actor to the engine, and its checks."""
 
     bucket_mib: Positive | None = None
-    """Maximum data in MiB that a rank sends and receives in one round of the transfer, half of
-    its extra memory; null is 512 on CUDA and 64 on a CPU."""
+    """MiB that a rank sends and receives in one round, half of the transfer's extra memory; null is
+    512 on CUDA and 64 on a CPU."""
     time_limit_seconds: Positive = 300.0
-    """Time limit in seconds for transferring the weights in one sync."""
+    """Seconds for transferring the weights in one sync."""
 
     def bucket_bytes(self, *, cuda: bool) -> int:
         """Return the size of a bucket on this kind of device."""
@@ -439,26 +404,25 @@ class ParallelSection(Section):
     tensor: Count = 1
     """Tensor parallel size, with sequence parallelism."""
     pipeline: Count = 1
-    """Number of pipeline stages."""
+    """Pipeline stages."""
     context: Count = 1
-    """Context parallel size: the number of ranks that each sequence is split over."""
+    """Context parallel size: ranks over which each sequence is split."""
     data: Count | None = None
-    """Number of data-parallel replicas; null derives it from the number of processes."""
+    """Data-parallel replicas; null derives them from the number of processes."""
     engine_ranks: Count | None = None
     """Number of processes, the last ones, that only generate, in engines of `rollout.tensor` each,
-    while the others train; null generates and trains on all of them in turn
-    (`docs/engine-ranks.md`)."""
+    while the others train (`docs/engine-ranks.md`); null generates and trains on all in turn."""
     expert: Count = 1
-    """Expert parallel size of a mixture-of-experts model; expert * expert_tensor must divide tensor
-    * context * data."""
+    """Expert parallel size of a mixture of experts; expert * expert_tensor must divide tensor *
+    context * data."""
     expert_tensor: Count | None = None
     """Tensor parallel size of each expert, a divisor of `parallel.tensor`; null is 1 (whole
-    experts) if `parallel.expert` is above 1, and `parallel.tensor` otherwise."""
+    experts) if `parallel.expert` is above 1, else `parallel.tensor`."""
     virtual_stages: Count = 1
-    """Number of interleaved model chunks per pipeline stage; 1 disables interleaving."""
+    """Interleaved model chunks per pipeline stage; 1 disables interleaving."""
     stage_layers: list[Count] | None = None
-    """Number of layers of each pipeline stage (with virtual stages: of each model chunk, in model
-    order); null divides evenly where possible, otherwise with fewer layers at both ends."""
+    """Layers of each pipeline stage (with virtual stages, of each model chunk in model order); null
+    divides evenly, else with fewer layers at both ends."""
 
     @property
     def model_size(self) -> int:
@@ -477,8 +441,8 @@ class OverlongSection(Section):
     """Length penalty (DAPO, arXiv 2503.14476, section 3.4)."""
 
     buffer: Count = 4096
-    """Number of tokens before `rollout.max_response_tokens` over which the penalty grows linearly;
-    with 1 only responses of the maximum length have it."""
+    """Tokens before `rollout.max_response_tokens` over which the penalty grows linearly; 1: only
+    responses of full length have it."""
     penalty: Positive = 1.0
     """Maximum penalty in units of reward."""
 
@@ -487,41 +451,38 @@ class ShapingSection(Section):
     """Reward shaping: from the verifier's reward to the training reward; not for evaluation."""
 
     signed: bool = False
-    """Map each reward r to 2 r - 1: +1 for right, -1 for wrong. A response that was not graded
-    (time limit, failed verifier, unparsable ground truth) keeps reward 0."""
+    """Map each reward r to 2 r - 1. A response that was not graded (time limit, failed verifier,
+    unparsable ground truth) keeps reward 0."""
     overlong: OverlongSection | None = None
     """Length penalty; null disables it."""
     truncated: Literal["train", "mask"] = "train"
-    """Train on responses that were truncated at the length limit; `mask` counts their
-    reward in the baseline of the group and excludes their tokens from the loss."""
+    """Train on responses cut at the length limit; `mask` counts their reward in the group's
+    baseline and excludes their tokens from the loss."""
 
 
 class DynamicSamplingSection(Section):
     """Dynamic sampling: replace groups whose rewards are all equal, which have no gradient."""
 
     rounds: Annotated[int, Field(ge=0)] = 0
-    """Maximum number of additional generation rounds per step; 0 disables dynamic sampling."""
+    """Maximum number of further generation rounds per step; 0 disables dynamic sampling."""
 
 
 class EarlyStoppingSection(Section):
     """Early stopping of reuse: end the epochs on a rollout batch before `trainer.epochs`."""
 
     acceptance: Fraction | None = None
-    """Stop before an update whose `gate/acceptance` is below this; null disables the criterion."""
+    """Stop before an update whose `gate/acceptance` is below this; null: no such criterion."""
     kl: Positive | None = None
-    """Stop before an update whose `ratio/kl_to_behavior` is above this; null disables the
-    criterion."""
+    """Stop before an update whose `ratio/kl_to_behavior` is above this; null: no such criterion."""
 
 
 class OfflineSection(Section):
     """Training without an engine, on rollouts that were generated earlier or elsewhere."""
 
     rollouts: PathText | None = None
-    """Run directory, its `rollouts/`, or a parquet file to train on; null generates rollouts with
-    the engine."""
+    """Run directory, its `rollouts/`, or a parquet file to train on; null generates rollouts."""
     behavior: PathText = "file"
-    """Source of the behavior log-probs: `file` reads them from the rollouts, a model folder
-    recomputes them with that model."""
+    """Source of the behavior log-probs: `file`, or the folder of a model that recomputes them."""
 
 
 def _check_partial_rollouts(value: Any) -> Any:
@@ -541,7 +502,7 @@ class LagSection(Section):
     """Policy lag: the age of the trained rollouts (`docs/policy-lag.md`)."""
 
     batches: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
-    """Number of rollout batches between generating a group and training on it."""
+    """Rollout batches between generating a group and training on it."""
     policy: str | None = None
     """A lag policy of your own, as `module:class`, in place of `lag.batches`."""
     settings: dict[str, Any] = Field(default={})
@@ -551,9 +512,8 @@ class LagSection(Section):
     partial_rollouts: Annotated[
         int | dict[str, Any] | None, BeforeValidator(_check_partial_rollouts)
     ] = None
-    """Sync weights while responses are being generated, every so many tokens of each response: a
-    number, or `{every_tokens: N, cache: keep}`, or `{every_tokens: N, cache: recompute}`. null
-    disables partial rollouts."""
+    """Sync weights during generation, every N tokens of each response: N, or `{every_tokens: N,
+    cache: keep}`, or `{every_tokens: N, cache: recompute}`. null disables partial rollouts."""
 
     @model_validator(mode="after")
     def _check_policy(self) -> Self:
@@ -585,11 +545,10 @@ class ReplaySection(Section):
     """Replay: rollout batches with groups of earlier batches (`docs/policy-lag.md`)."""
 
     capacity: Count = 1
-    """Size of the replay buffer in rollout batches of new groups, including the current one; 1
-    disables replay."""
+    """Size of the replay buffer in rollout batches of new groups, with the current one; 1 disables
+    replay."""
     fresh: Fraction = 1.0
-    """Fraction of the groups of a rollout batch that are new; the rest is sampled uniformly from
-    the buffer."""
+    """Fraction of new groups in a rollout batch; the rest is sampled uniformly from the buffer."""
 
 
 Target = Literal["qkv", "proj", "fc1", "fc2"]
@@ -609,16 +568,16 @@ class LoraSection(Section):
     rank: Count = 32
     """Rank r of the adapters."""
     alpha: Positive = 32.0
-    """Scale of the adapters: a weight is used as W + alpha / rank * B A."""
+    """Scale of the adapters: the weight is W + alpha / rank * B A."""
     targets: list[Target] = Field(default_factory=lambda: list(get_args(Target)), min_length=1)
-    """Linears with an adapter: of attention `qkv` and `proj` (output), of MLPs and experts `fc1`
-    (gate and up) and `fc2` (down)."""
+    """Linears with an adapter: `qkv` and `proj` (output) of attention, `fc1` (gate and up) and
+    `fc2` (down) of MLPs and experts."""
     path: PathText | None = None
-    """Folder of the `peft` library (adapter_config.json, adapter_model.safetensors), such as
-    `RUN/adapter`, from whose adapters training starts; `null`: from the model alone."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors), such as `RUN/adapter`, from
+    whose adapters training starts; null: from the model alone."""
     push: Literal["merged", "adapters"] = "merged"
-    """Weights that the engine receives: W with its update (`merged`), or W once and then adapters
-    alone, with which vLLM computes itself (`adapters`)."""
+    """Weights that the engine receives: W with its update (`merged`), or W once and then only
+    adapters, which vLLM applies (`adapters`)."""
     dropout: Annotated[float, BeforeValidator(_refuse_dropout)] = 0.0
     """Dropout of the adapters' inputs; only 0 is supported."""
 
@@ -635,6 +594,40 @@ class LoraSection(Section):
         return self.alpha / self.rank
 
 
+class CriticSection(Section):
+    """A critic: advantages from the values of a second model (`docs/critic.md`)."""
+
+    path: PathText | None = None
+    """Model folder from whose weights the critic starts, of any supported architecture and size
+    with the policy's vocabulary; null is `model.path`. Values start at 0."""
+    learning_rate: Positive = 1.0e-5
+    """Learning rate of the critic; its other settings are those of `optimizer`."""
+    warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    """Number of first steps that train the critic alone and leave the policy as it is."""
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Discount of later rewards, per step that `discount` counts."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """Weight of later errors in the policy's advantages; 1 is the return minus the value, 0 the
+    one-step error."""
+    target_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """The same for the returns that values are trained on; 1 makes them the discounted rewards."""
+    length_alpha: Positive | None = None
+    """Length-adaptive lambda of VAPO in place of `gae_lambda`: 1 - 1 / (length_alpha * L) for a
+    response of L tokens, at least 0; their value is 0.05. null uses `gae_lambda`."""
+    discount: Literal["token", "turn"] = "token"
+    """Step that `gamma` and the lambdas count: a sampled token, or a turn of the policy, within
+    which both are then 1."""
+    value_clip: Positive | None = 0.5
+    """Largest change of a value, in units of reward, from the time of its rollout that the value
+    loss rewards; null disables clipping."""
+    whiten: bool = True
+    """Shift and scale the advantages of each minibatch to mean 0 and standard deviation 1 over its
+    sampled tokens."""
+    lora: LoraSection | None = None
+    """Train adapters and the value head alone: rank, alpha and targets as in `lora`; null trains
+    all weights."""
+
+
 class EnvironmentSection(Section):
     """Conversations: every response has turns of the policy, which an environment answers."""
 
@@ -642,27 +635,25 @@ class EnvironmentSection(Section):
     """Environment as `module:class` (`docs/agents.md`). Required."""
     max_context_tokens: Count
     """Maximum length of a conversation in tokens: prompt, turns and observations (with
-    `max_rewrites`, of each of its sequences); `rollout.max_response_tokens` limits what the
-    policy writes in all turns."""
+    `max_rewrites`, of each of its sequences). `rollout.max_response_tokens` limits the policy's
+    tokens in all turns."""
     max_turns: Count = 8
-    """Maximum number of turns of the policy in a conversation."""
+    """Maximum number of turns of the policy."""
     max_turn_tokens: Count | None = None
-    """Maximum number of tokens of one turn; a longer turn is cut and answered as it is. null limits
-    a turn by `rollout.max_response_tokens` only."""
+    """Maximum tokens of one turn; a longer turn is cut and answered as it is. null: only
+    `rollout.max_response_tokens` limits it."""
     time_limit_seconds: Positive = 60.0
-    """Time limit in seconds for one answer, without the time for which others take the processor
-    cores; the process of an environment that takes longer is killed, and its conversation gets
-    reward 0."""
+    """Seconds for one answer, not counting the time for which other processes take the cores; then
+    the environment's process is killed and its conversation gets reward 0."""
     on_error: Literal["end", "zero"] = "end"
-    """Reaction to an environment that raises, returns no valid answer or crashes: `end` ends the
-    run, `zero` ends the conversation with reward 0."""
+    """If an environment raises, returns no valid answer or crashes: `end` ends the run, `zero` ends
+    the conversation with reward 0."""
     max_rewrites: Annotated[int, Field(ge=0, le=255)] = 0
-    """Number of times that an agent may change earlier messages of a conversation, such as by a
-    summary. Each change begins another sequence of the same response; a further change is a
-    failure of the conversation (`on_error`)."""
+    """Number of times that an agent may change earlier messages, such as by a summary. Each change
+    begins another sequence of the same response; a further change is a failure (`on_error`)."""
     in_rounds: bool = False
-    """Continue all conversations of an engine together, once each turn is answered: slower, but
-    on CUDA reproducible whatever the speed of the environments."""
+    """Continue all conversations of an engine together, once each turn is answered: slower, but on
+    CUDA independent of the environments' speed."""
 
 
 # Parameters of transformers' apply_chat_template that it does not pass on to the template.
@@ -699,14 +690,13 @@ class ColumnsSection(Section):
     answer: str = "reward_model.ground_truth"
     """Column of the ground truth, a text or a number."""
     source: str | None = None
-    """Column of the data source; null uses the column `data_source` if it exists, otherwise the
-    file's name."""
+    """Column of the data source; null is `data_source` if it exists, else the file's name."""
     tools: str | None = None
-    """Column of the tools that the chat template shows, a list of schemas or its JSON text; null
-    uses the column `tools` if it exists (`docs/prompts.md`)."""
+    """Column of the tools that the chat template shows, a list of schemas or its JSON text; null is
+    `tools` if it exists (`docs/prompts.md`)."""
     completion: str = "completion"
-    """With `sft`, column of the answer to `prompt`, a text or a list of chat messages, for rows
-    whose messages do not end with the assistant's."""
+    """With `sft`, column of the answer to `prompt`, a text or chat messages, for rows whose
+    messages do not end with the assistant's."""
 
 
 class MixedSetSection(Section):
@@ -724,37 +714,37 @@ class DataSection(Section):
     """Training prompts."""
 
     train: PathText = ""
-    """Training prompts: a .parquet, .jsonl or .csv file, a data set as `hf:OWNER/NAME`, or a folder
-    saved by `datasets` (`docs/prompts.md`). Either this or `data.mix` is required."""
+    """Training prompts: a .parquet, .jsonl or .csv file, `hf:OWNER/NAME`, or a folder saved by
+    `datasets` (`docs/prompts.md`). `data.train` or `data.mix` is required."""
     mix: dict[Name, MixedSetSection] = Field(default_factory=dict)
-    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`: a
-    file or data set in its forms, its relative share of every rollout batch (1 by default), and its
-    columns (those of `data.columns`)."""
+    """Several training sets by name, each `{path, weight, columns}`, instead of `data.train`: its
+    file or data set, its share of every rollout batch (1 by default), its columns (default:
+    `data.columns`)."""
     epochs: Positive | None = None
-    """Length of the run in passes over the training prompts, instead of `trainer.steps`, which the
-    start of the run computes from it (`docs/prompts.md`); null uses `trainer.steps`."""
+    """Length of the run in passes over the training prompts, instead of `trainer.steps`
+    (`docs/prompts.md`)."""
     columns: ColumnsSection = ColumnsSection()
-    """Column names of all files that have none of their own; the default is the schema of
+    """Column names of all files without columns of their own; the defaults are those of
     DAPO-Math-17k."""
     max_prompt_tokens: Count = 1024
     """Maximum prompt length in tokens."""
     too_long: Literal["error", "skip"] = "error"
-    """Reaction to a prompt above the maximum length: `error` rejects the file, `skip` leaves the
-    prompt out and reports the number of skipped prompts."""
+    """For a prompt above the maximum length: `error` refuses the file, `skip` leaves the prompt out
+    and prints how many."""
     bad_rows: Literal["error", "skip"] = "error"
-    """Reaction to a malformed row: `error` rejects the file, `skip` leaves the row out and reports
-    the number of skipped rows."""
+    """For a malformed row: `error` refuses the file, `skip` leaves the row out and prints how
+    many."""
     system_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """System message put in front of every prompt, in training and in evaluation; a row with a
-    system message of its own is then malformed. null adds none."""
+    """System message of every prompt, in training and evaluation; a row with a system message is
+    then malformed. null adds none."""
     template: Literal["chat", "raw"] = "chat"
-    """Format of a prompt: `chat` applies the model's chat template, `raw` uses the text unchanged,
-    for base models (`docs/prompts.md`)."""
+    """`chat` applies the model's chat template; `raw` uses the text as it is, for base models
+    (`docs/prompts.md`)."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
+    """Further arguments of the chat template, such as `{enable_thinking: false}`."""
     date: Annotated[str, BeforeValidator(_as_date)] | None = None
-    """Date as YYYY-MM-DD for chat templates that write today's date; null uses the date of the
-    run's first start, also after a resume and in evaluations."""
+    """Date as YYYY-MM-DD for chat templates that write today's; null is the date of the run's first
+    start."""
 
     @property
     def rendering(self) -> dict[str, Any]:
@@ -796,17 +786,15 @@ class EvalSection(Section):
     """Held-out evaluation: Avg@samples, before, during and after training."""
 
     sets: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Evaluation sets by name, each a path in the forms of `data.train` or `{path, columns}`, with
-    columns other than those of `data.columns`."""
+    """Evaluation sets by name, each a path in the forms of `data.train`, or `{path, columns}`."""
     every: Count = 10
     """Steps between evaluations."""
     samples: Count = 32
-    """Number of responses to each prompt."""
+    """Responses to each prompt."""
     temperature: NonNegative = 0.7
-    """Sampling temperature; 0 is greedy decoding with one response to each prompt."""
+    """Sampling temperature; 0 is greedy decoding, one response to each prompt."""
     top_p: Fraction = 0.9
-    """Nucleus sampling: cumulative probability of the tokens that are sampled from; 1 disables
-    it."""
+    """Nucleus sampling: cumulative probability of the tokens to draw from; 1 disables it."""
 
 
 class SftSection(Section):
@@ -815,10 +803,10 @@ class SftSection(Section):
     objective.name=sft, advantage.estimator=raw, trainer.epochs=1 and trainer.minibatches=1."""
 
     turns: Literal["all", "last"] = "all"
-    """Messages of the assistant that are trained: all of a conversation, or its last one."""
+    """Messages of the assistant that are trained: all, or the last one."""
     validation: dict[Name, EvaluationSetSection] = Field(default_factory=dict)
-    """Sets of conversations whose loss is computed every `eval.every` steps, by name, in the forms
-    of `eval.sets`."""
+    """Sets of conversations whose loss is computed every `eval.every` steps, in the forms of
+    `eval.sets`."""
 
 
 def _check_keep_rollouts(value: Any) -> Any:
@@ -834,23 +822,22 @@ class LoggingSection(Section):
     """Logging in addition to metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write TensorBoard files to the run directory."""
+    """Write TensorBoard files."""
     traced_responses: Annotated[int, Field(ge=0)] = 8
-    """Number of responses per step, in whole groups chosen by seed and prompt, whose log-probs
-    at every epoch are saved in `traces/` for the report; 0 disables it."""
+    """Responses per step, in whole groups drawn by seed and prompt, whose log-probs at every epoch
+    are saved in `traces/`; 0 disables it."""
     sample_every: Annotated[int, Field(ge=0)] = 10
     """Rollout batches between samples (prompt, response, reward) that are printed and sent to
-    TensorBoard and W&B, starting with the first batch. 0 disables them."""
+    TensorBoard and W&B, from the first batch on; 0 disables them."""
     keep_rollouts: Annotated[
         Literal["all", "sampled"] | int, BeforeValidator(_check_keep_rollouts)
     ] = "all"
-    """Rollouts that are kept in `rollouts/`: `all`, those of the newest N steps and a sample of
-    groups of older steps (a number N), or that sample of every step (`sampled`;
-    `docs/reliability.md`)."""
+    """Rollouts kept in `rollouts/`: `all`; a number N: those of the newest N steps and a sample of
+    groups of older steps; `sampled`: that sample of every step (`docs/reliability.md`)."""
     wandb: str | None = None
-    """Weights & Biases project to log to, as `PROJECT` or `ENTITY/PROJECT`; null disables it."""
+    """Weights & Biases project, as `PROJECT` or `ENTITY/PROJECT`; null: none."""
     mlflow: str | None = None
-    """MLflow experiment to log to, created if it does not exist; null disables it. The environment
-    variable `MLFLOW_TRACKING_URI` has the address of its server."""
+    """MLflow experiment, created if it does not exist; null: none. `MLFLOW_TRACKING_URI` has its
+    server's address."""
     trackio: str | None = None
-    """trackio project to log to, which `trackio show --project NAME` opens; null disables it."""
+    """trackio project, which `trackio show --project NAME` opens; null: none."""

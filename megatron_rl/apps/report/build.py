@@ -264,6 +264,14 @@ CONVERSATION_CURVES = {
     "environment/seconds_mean": "Environment's answer (seconds)",
     "environment/cached_fraction": "Context from the prefix cache (fraction)",
 }
+CRITIC_CURVES = {
+    "critic/explained_variance": "Critic: explained variance of the returns",
+    "critic/value_mean": "Critic: mean value",
+    "critic/return_mean": "Critic: mean return",
+    "critic/loss": "Critic: value loss",
+    "critic/clipped_fraction": "Critic: values moved beyond the clip (fraction)",
+    "critic/grad_norm": "Critic: gradient norm",
+}
 MAX_TURNS = 8  # with a curve of their own
 # Quantity limited by an objective's bounds; the chart shows the prefix mean.
 WEIGHTS = {
@@ -418,7 +426,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> dict[str, str]:
-    """Titles of the curves by metric; those of conversations only if a run has them."""
+    """Titles of the curves by metric: of a critic and conversations only if a run has them."""
     keys = {key for run in runs for row in run.rows for key in row}
     by_turns = {
         f"reward_by_turns/{turns}": f"Reward of conversations of {turns} turn{'s'[: turns > 1]}"
@@ -428,7 +436,7 @@ def _curves(runs: Sequence[Run]) -> dict[str, str]:
         f"reward_of_turn/{turn}": f"Reward that the environment gave after turn {turn}"
         for turn in range(1, MAX_TURNS + 1)
     }
-    further = CONVERSATION_CURVES | by_turns | of_turn
+    further = CRITIC_CURVES | CONVERSATION_CURVES | by_turns | of_turn
     return CURVES | {key: title for key, title in further.items() if key in keys}
 
 

@@ -20,7 +20,7 @@ def test_every_key_has_its_default_its_rule_and_a_text():
     keys = {key for key in valid_keys(Config) if not key.startswith(sets)}
     keys |= {one.removesuffix(".") for one in sets}
     assert set(output) == keys | {"data.columns", "shaping.overlong"}
-    assert output["optimizer.beta1"] == "=0.9` (number ≥ 0.0, < 1.0)"
-    assert output["rollout.responses_per_prompt"] == "=8` (integer ≥ 1)"
+    assert output["optimizer.beta1"] == "=0.9` (≥0, <1)"
+    assert output["rollout.responses_per_prompt"] == "=8` (≥1)"
     assert output["run.resume"] == "=never` (`never`, `auto`)"
     assert output["run.name"] == "=null` (file name)"

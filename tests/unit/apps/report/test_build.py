@@ -198,6 +198,10 @@ def test_curves_have_rewards_by_turns_of_all_runs():
     assert list(_curves(runs))[len(CURVES) :] == [
         "conversation/turns_mean", "reward_by_turns/1", "reward_by_turns/2",
     ]  # fmt: skip
+    critic = {"critic/loss": 1.0, "critic/explained_variance": 0.5, "critic/value_mean": 0.1}
+    assert list(_curves([SimpleNamespace(rows=[critic])]))[len(CURVES) :] == [
+        "critic/explained_variance", "critic/value_mean", "critic/loss",
+    ]  # fmt: skip
     assert _curves(runs)["reward_by_turns/1"] == "Reward of conversations of 1 turn"
     assert _curves(runs)["reward_by_turns/2"] == "Reward of conversations of 2 turns"
 
