@@ -65,7 +65,7 @@ def find_stop_rule(
 
 
 # Values of a generation config that change nothing, except a top_k of 1.
-_NEUTRAL = (None, False, True, 0, -1, 1, "", [], {})
+_NEUTRAL: tuple[Any, ...] = (None, False, True, 0, -1, 1, "", [], {})
 
 
 def describe_generation_config(model_folder: str | Path, rollout: Any) -> str | None:

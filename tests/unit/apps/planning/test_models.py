@@ -53,7 +53,6 @@ def test_find_shape_raises_for_unknown_model():
 
 
 def test_command_refuses_an_unknown_name_before_it_imports_what_takes_seconds():
-    """Of the launcher's modules, too: `megatron_rl.trainer` and what belongs to it."""
     code = """
 import sys
 from megatron_rl.cli import main
