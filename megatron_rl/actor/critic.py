@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,8 @@ class ValueModel(PolicyModel):
     values are 0 whatever the model.
     """
 
+    trained_beside_adapters = ("output_layer.weight",)
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:
@@ -44,6 +46,13 @@ class ValueModel(PolicyModel):
             head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             torch.nn.init.zeros_(head.weight)
             self.output_layer = head  # the name under which Megatron saves it
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze or train all weights but the head's, which is trained beside adapters, too."""
+        super().requires_grad_(requires_grad)
+        if self.post_process:
+            self.output_layer.requires_grad_(True)
+        return self
 
     def announce_head_gradient(self) -> None:
         """Do nothing: autograd computes the gradient of this head."""
@@ -83,7 +92,7 @@ class Critic(TrainedModel):
             model_folder,
             shape=shape,
             topology=topology,
-            settings=replace(settings, lora=None, replay_routes=False),
+            settings=replace(settings, replay_routes=False),
             on_micro_batch=on_micro_batch,
         )
 

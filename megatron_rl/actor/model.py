@@ -203,6 +203,8 @@ LOGPROBS_ALONE = HeadOutputs()
 class PolicyModel(GPTModel):
     """One model chunk of the policy: GPTModel with explicit rotary positions and our head."""
 
+    trained_beside_adapters: tuple[str, ...] = ()  # names of parameters that LoRA does not freeze
+
     def __init__(
         self,
         shape: ModelShape,

@@ -502,6 +502,11 @@ def critic_problems(config: Config) -> list[str]:
             "rewards are all equal, which every group of rollout.responses_per_prompt=1 is; unset "
             "dynamic_sampling, or raise responses_per_prompt"
         )
+    if (lora := config.critic.lora) is not None and (lora.path or lora.push != "merged"):
+        problems.append(
+            "critic.lora: path and push have no effect, because a critic's adapters start at 0 and "
+            "are not sent to the engine; unset them"
+        )
     if config.critic.gae_lambda != 0.95 and config.critic.length_alpha is not None:
         problems.append(
             f"critic.gae_lambda={config.critic.gae_lambda:g}: no effect with critic.length_alpha; "

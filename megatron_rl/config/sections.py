@@ -287,37 +287,6 @@ class AdvantageSection(Section):
     baseline of `raw`."""
 
 
-class CriticSection(Section):
-    """A critic: advantages from the values of a second model (`docs/critic.md`)."""
-
-    path: PathText | None = None
-    """Model folder from whose weights the critic starts, of any supported architecture and size
-    with the policy's vocabulary; null is `model.path`. Values start at 0."""
-    learning_rate: Positive = 1.0e-5
-    """Learning rate of the critic; its other settings are those of `optimizer`."""
-    warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
-    """Number of first steps that train the critic alone and leave the policy as it is."""
-    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Discount of later rewards, per step that `discount` counts."""
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
-    """Weight of later errors in the policy's advantages; 1 is the return minus the value, 0 the
-    one-step error."""
-    target_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """The same for the returns that values are trained on; 1 makes them the discounted rewards."""
-    length_alpha: Positive | None = None
-    """Length-adaptive lambda of VAPO in place of `gae_lambda`: 1 - 1 / (length_alpha * L) for a
-    response of L tokens, at least 0; their value is 0.05. null uses `gae_lambda`."""
-    discount: Literal["token", "turn"] = "token"
-    """Step that `gamma` and the lambdas count: a sampled token, or a turn of the policy, within
-    which both are then 1."""
-    value_clip: Positive | None = 0.5
-    """Largest change of a value, in units of reward, from the time of its rollout that the value
-    loss rewards; null disables clipping."""
-    whiten: bool = True
-    """Shift and scale the advantages of each minibatch to mean 0 and standard deviation 1 over its
-    sampled tokens."""
-
-
 class ObjectiveSection(Section):
     """A named objective; further keys override its components (listed in `docs/objectives.md`)."""
 
@@ -623,6 +592,40 @@ class LoraSection(Section):
     def scale(self) -> float:
         """Factor of B A in the sum with a weight."""
         return self.alpha / self.rank
+
+
+class CriticSection(Section):
+    """A critic: advantages from the values of a second model (`docs/critic.md`)."""
+
+    path: PathText | None = None
+    """Model folder from whose weights the critic starts, of any supported architecture and size
+    with the policy's vocabulary; null is `model.path`. Values start at 0."""
+    learning_rate: Positive = 1.0e-5
+    """Learning rate of the critic; its other settings are those of `optimizer`."""
+    warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    """Number of first steps that train the critic alone and leave the policy as it is."""
+    gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Discount of later rewards, per step that `discount` counts."""
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """Weight of later errors in the policy's advantages; 1 is the return minus the value, 0 the
+    one-step error."""
+    target_lambda: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """The same for the returns that values are trained on; 1 makes them the discounted rewards."""
+    length_alpha: Positive | None = None
+    """Length-adaptive lambda of VAPO in place of `gae_lambda`: 1 - 1 / (length_alpha * L) for a
+    response of L tokens, at least 0; their value is 0.05. null uses `gae_lambda`."""
+    discount: Literal["token", "turn"] = "token"
+    """Step that `gamma` and the lambdas count: a sampled token, or a turn of the policy, within
+    which both are then 1."""
+    value_clip: Positive | None = 0.5
+    """Largest change of a value, in units of reward, from the time of its rollout that the value
+    loss rewards; null disables clipping."""
+    whiten: bool = True
+    """Shift and scale the advantages of each minibatch to mean 0 and standard deviation 1 over its
+    sampled tokens."""
+    lora: LoraSection | None = None
+    """Train adapters and the value head alone: rank, alpha and targets as in `lora`; null trains
+    all weights."""
 
 
 class EnvironmentSection(Section):

@@ -64,10 +64,12 @@ from megatron_rl.engine.sampling_masks import (
 from megatron_rl.engine.starting import (
     check_expert_parallel,
     fixed_arguments,
+    given_variables,
     layer_arguments,
     preserved_generators,
     sleeping_bytes,
     start_vllm,
+    unknown_variables,
 )
 from megatron_rl.engine.stopping import find_stop_rule
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -165,8 +167,9 @@ class VllmEngine:
         arguments |= layer_arguments(self.shape, on_cuda=on_cuda)
         for feature in features:
             arguments |= feature.arguments()
-        reads_text = tokenizer if settings.stop else None
+        reads_text, given = tokenizer if settings.stop else None, given_variables()
         self._llm = start_vllm(topology, arguments | settings.engine, tokenizer=reads_text)
+        self.without_effect = unknown_variables(given)
         for feature in features:
             feature.start(self._llm)
         limit = settings.max_num_seqs if on_cuda else None

@@ -210,6 +210,8 @@ def share_cores(ranks: int) -> None:
     cores = 1 if has_cuda() else cores_before_joining(ranks)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list if nested
     if not given.isdigit() or int(given) == 0:
+        if given and os.environ.get("RANK", "0") == "0":
+            notify(f"OMP_NUM_THREADS={given} is no number of threads; {cores} are used")
         os.environ["OMP_NUM_THREADS"] = given = str(cores)
     threads, torch = int(given), sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != threads:  # a launcher has imported it

@@ -65,7 +65,9 @@ def build_critic(config: Config, actor: MegatronActor) -> Critic | None:
     optimizer = config.optimizer.model_copy(
         update={"learning_rate": rate, "min_learning_rate": lowest}
     )
-    settings = replace(build_actor_settings(config, topology), optimizer=optimizer)
+    settings = replace(
+        build_actor_settings(config, topology), optimizer=optimizer, lora=section.lora
+    )
     critic = Critic(
         folder, topology=topology, settings=settings, on_micro_batch=actor.packs.on_prepare
     )

@@ -24,11 +24,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.vocab_divergence import token_divergences
 from megatron_rl.distributed.vocab_parallel import VocabShard
 from megatron_rl.objectives import build_objective, policy_loss
-from megatron_rl.types import Divergence, ReferenceHead
+from megatron_rl.objectives.values import GaeSettings, compute_targets, value_loss
+from megatron_rl.types import Denominators, Divergence, ReferenceHead
 
+OF_VALUES = ("compute_gae_advantage_return", "compute_value_loss")  # verl's, copies of TRL's
 TOLERANCE = 1e-6
 OF_FLOAT32 = 1e-4  # divergences, which are computed in float32
 BATCHES = 5
@@ -128,13 +131,15 @@ def verl_functions(source: Path) -> dict[str, Any]:
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and (node.name == "agg_loss" or "compute_policy_loss" in node.name)
+        and (node.name in ("agg_loss", *OF_VALUES) or "compute_policy_loss" in node.name)
     ]
     for node in wanted:
         node.decorator_list = []
     masked = SimpleNamespace(
         masked_sum=lambda x, mask: (x * mask).sum(),
         masked_mean=lambda x, mask: (x * mask).sum() / mask.sum(),
+        masked_whiten=lambda x, mask: x,  # compared apart: its deviation is that of a sample
+        clip_by_value=lambda x, low, high: torch.max(torch.min(x, high), low),
     )
     namespace: dict[str, Any] = {"torch": torch, "verl_F": masked, "ActorConfig": ActorConfig}
     namespace["AlgoConfig"] = type("AlgoConfig", (), {})
@@ -286,6 +291,49 @@ def verl_pairs(functions: dict[str, Any]) -> list[Pair]:
     ]
 
 
+def compare_values(functions: dict[str, Any]) -> float:
+    """Print and return the largest relative difference of GAE, returns and the value loss.
+
+    verl's responses have observed tokens within, which both pass; its rewards are on the decisions.
+    """
+    worst: dict[str, float] = defaultdict(float)
+    for seed in range(BATCHES):
+        batch = make_batch(seed, 0.5)
+        mask, generator = batch["response_mask"], torch.Generator().manual_seed(seed)
+        rewards, values, moved = (
+            torch.randn(mask.shape, dtype=torch.float64, generator=generator) * mask
+            for _ in range(3)
+        )
+        advantages, returns = functions["compute_gae_advantage_return"](
+            rewards, values, mask.double(), gamma=0.97, lam=0.9
+        )
+        predicted = (values + 0.3 * moved).requires_grad_()
+        loss, _ = functions["compute_value_loss"](
+            predicted, returns, values, mask.double(), cliprange_value=0.2
+        )
+        theirs = [advantages[mask], returns[mask], loss, torch.autograd.grad(loss, predicted)[0]]
+        layout = SequenceLayout((mask.shape[1],) * len(mask), mask.flatten())
+        own = compute_targets(
+            layout, values.flatten(), rewards.flatten(), cut=torch.zeros(mask.numel(), dtype=bool),
+            settings=GaeSettings(gamma=0.97, gae_lambda=0.9, target_lambda=0.9),
+        )  # fmt: skip
+        leaf = predicted.detach().clone().requires_grad_()
+        sizes = Denominators(float(len(mask)), float(mask.sum()))
+        losses, _ = value_loss(
+            leaf.flatten(), values.flatten(), own.returns, clip=0.2, layout=layout,
+            denominators=sizes,
+        )  # fmt: skip
+        ours = [own.advantages, own.returns]
+        ours = [one.view(mask.shape)[mask] for one in ours]
+        ours += [losses.sum(), torch.autograd.grad(losses.sum(), leaf)[0]]
+        names = ("advantages", "returns", "value loss", "its gradient")
+        for name, a, b in zip(names, ours, theirs, strict=True):
+            gap = (a.detach() - b.detach()).norm() / b.detach().norm()
+            worst[name] = max(worst[name], float(gap))
+    print("verl critic: " + ", ".join(f"{name} {gap:.1e}" for name, gap in worst.items()))
+    return max(worst.values())
+
+
 def prime_rl_pair(source: Path) -> Pair:
     """Extract prime-rl's default loss from its `loss.py`, without the squared log-ratio."""
     names = ("compute_importance_ratio_and_mismatch_kl", "default_loss_fn", "_safe_mean")
@@ -335,7 +383,7 @@ def main() -> None:
     parser.add_argument("--verl", type=Path, help="A copy of verl/trainer/ppo/core_algos.py.")
     parser.add_argument("--prime-rl", type=Path, help="A copy of prime_rl/trainer/rl/loss.py.")
     arguments = parser.parse_args()
-    pairs, of_divergences = [], 0.0
+    pairs, of_divergences, of_values = [], 0.0, 0.0
     try:
         import trl
 
@@ -349,13 +397,15 @@ def main() -> None:
     except ImportError as missing:
         print(f"TRL cannot be imported ({missing}): skipped")
     if arguments.verl:
-        pairs += verl_pairs(verl_functions(arguments.verl))
+        functions = verl_functions(arguments.verl)
+        pairs += verl_pairs(functions)
+        of_values = compare_values(functions)
     if arguments.prime_rl:
         pairs.append(prime_rl_pair(arguments.prime_rl))
     if not pairs:
         sys.exit("nothing to compare with: install trl or give --verl or --prime-rl")
     worst = max(compare(*pair) for pair in pairs)
-    sys.exit(worst > TOLERANCE or of_divergences > OF_FLOAT32)
+    sys.exit(worst > TOLERANCE or max(of_divergences, of_values) > OF_FLOAT32)
 
 
 if __name__ == "__main__":

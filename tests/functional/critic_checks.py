@@ -79,6 +79,51 @@ def run_critic(model, topology, settings, rollouts, plan, folder):
     return {"before": before, "after": by_rollout()[1], "metrics": metrics}
 
 
+def run_adapted_critic(model, topology, settings, rollouts, plan, folder):
+    """Losses of three updates of adapters and head, values after them; all else stays as it is."""
+    from megatron_rl.actor.critic import Critic
+    from megatron_rl.config.sections import LoraSection, OptimizerSection
+    from megatron_rl.data.packing import gather_by_rollout, scatter_to_packs
+    from megatron_rl.objectives.values import GaeSettings
+
+    optimizer = OptimizerSection(learning_rate=3e-2, epsilon=1e-3, weight_decay=0.0)
+    settings = replace(
+        settings, optimizer=optimizer, warmup_updates=0, lora=LoraSection(rank=4, alpha=8.0)
+    )
+    critic = Critic(model, topology=topology, settings=settings)
+    frozen = {n: p.detach().clone() for n, p in critic.tensors().items() if not p.requires_grad}
+    trained = [n for n, p in critic.tensors().items() if p.requires_grad]
+    heads = [name for name in trained if "lora_" not in name]
+    assert len(heads) == topology.is_last_stage and frozen
+    (minibatch,) = plan(critic, rollouts, torch.ones(len(rollouts)), minibatches=1)
+    packs = minibatch.micro_batches
+    rewards = scatter_to_packs(packs, [torch.tensor(row).numpy() for row in rewards_of(rollouts)])
+    cut = [torch.zeros(len(pack.rollout_indices), dtype=bool) for pack in packs]
+    gae, losses = GaeSettings(GAMMA, LAMBDA, TARGET_LAMBDA), []
+    first = critic.compute_targets(packs, rewards, cut, settings=gae)
+    for pack, one in zip(packs, first, strict=True):
+        pack.values, pack.returns = one[:, 0], one[:, 2]
+    for number in range(3):
+        if number == 2:
+            critic.sleep()
+            critic.save(folder / "adapted critic")
+        losses.append(critic.update(minibatch, clip=None).statistics.to_metrics()["critic/loss"])
+    digest = critic.digest()["sum"]
+    critic.load(folder / "adapted critic")
+    critic.update(minibatch, clip=None)
+    assert critic.digest()["sum"] == digest  # bit for bit, the head too
+    tensors = critic.tensors()
+    assert all(torch.equal(tensors[name], value) for name, value in frozen.items())
+    for pack in packs:
+        pack.values = None
+    values = [
+        one[:, 0].contiguous() for one in critic.compute_targets(packs, rewards, cut, settings=gae)
+    ]
+    rows = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
+    assert losses[2] < 0.9 * losses[0]
+    return {"losses": losses, "values": [row.tolist() for row in rows]}
+
+
 def expected_critic(model, rollouts):
     """The same with transformers in float64, one token after the other."""
     from transformers import AutoModelForCausalLM

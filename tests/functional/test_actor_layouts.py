@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.functional.critic_checks import check_critic, run_critic
+from tests.functional.critic_checks import check_critic, run_adapted_critic, run_critic
 from tests.published_form import load_model
 from tests.ranks import run_ranks
 
@@ -321,6 +321,9 @@ def run_layout(rank, world_size, root, layout, checkpoint):
             report["split"] = _score_split(actor)
     report["sft"] = _train_on_demonstrations(folder, topology, root / "untied")
     report["critic"] = run_critic(root / "tied", topology, _settings(), rollouts, plan, folder)
+    report["adapted critic"] = run_adapted_critic(
+        root / "tied", topology, _settings(), rollouts, plan, folder
+    )
     *report["computed"], differ, moved = _compare_computed(root, topology)
     assert differ < 1e-5 < 1e-3 < moved, (rank, differ, moved)
     for name, model in OBJECTIVES.items():
@@ -504,6 +507,9 @@ def test_layout_equals_one_process(root, reference, layout):
     _close(report["split"], reference["split"])
     _check_demonstrations(report["sft"], root, layout)
     check_critic(report["critic"], root / "tied", make_rollouts()[0])
+    for key, want in reference["adapted critic"].items():
+        for mine, one in zip(report["adapted critic"][key], want, strict=True):
+            assert mine == pytest.approx(one, rel=1e-3, abs=1e-4), key
     _check_traces(report, reference)
     for model in ("tied", "untied"):
         _close(report[model], reference[model])

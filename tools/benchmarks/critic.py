@@ -18,6 +18,7 @@ first one ended, and prints the table.
 import argparse
 import json
 import random
+import re
 import shutil
 import statistics
 import subprocess
@@ -98,8 +99,8 @@ def make_model(work: Path) -> Path:
 
 def run(task: str, way: str, seed: int, work: Path, further: tuple[str, ...] = ()) -> Path:
     """Make a run, or go on with it; returns its folder."""
-    name = f"{task}-{way.replace(' ', '_')}-{seed}" + "".join(f"-{one}" for one in further)
-    folder = work.absolute() / name.replace("/", "_")
+    name = "-".join((task, way, str(seed), *further))
+    folder = work.absolute() / re.sub(r"[^\w.-]", "_", name)
     if (folder / "model").exists():
         return folder
     about = TASKS[task]

@@ -257,10 +257,11 @@ class Month:
     def _processes(self) -> list[psutil.Process]:
         """The processes of the run, its command first."""
         assert self._process is not None
-        mark, found = str(self.folder / self.name) + os.pathsep, []
+        mark, found = str(self.folder / self.name), []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                is_own = process.environ().get("PYTHONPATH", "").startswith(mark)
+                paths = process.environ().get("PYTHONPATH", "").split(os.pathsep)
+                is_own = mark in paths  # workers have the trainer's whole search path
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return sorted(found, key=lambda one: one.pid != self._process.pid)  # type: ignore[union-attr]

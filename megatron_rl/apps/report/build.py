@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.apps.report.pictures import draw_pictures
+from megatron_rl.apps.report.responses import SHARE, build_responses
 from megatron_rl.apps.report.runs import (
     Run,
     RunGroup,
@@ -173,7 +174,10 @@ def _short(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-SCRIPTS = ("uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "main.js")
+SCRIPTS = (
+    "uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "responses.js",
+    "main.js",
+)  # fmt: skip
 STYLES = ("uplot.css", "style.css")
 
 
@@ -260,6 +264,14 @@ CONVERSATION_CURVES = {
     "environment/seconds_mean": "Environment's answer (seconds)",
     "environment/cached_fraction": "Context from the prefix cache (fraction)",
 }
+CRITIC_CURVES = {
+    "critic/explained_variance": "Critic: explained variance of the returns",
+    "critic/value_mean": "Critic: mean value",
+    "critic/return_mean": "Critic: mean return",
+    "critic/loss": "Critic: value loss",
+    "critic/clipped_fraction": "Critic: values moved beyond the clip (fraction)",
+    "critic/grad_norm": "Critic: gradient norm",
+}
 MAX_TURNS = 8  # with a curve of their own
 # Quantity limited by an objective's bounds; the chart shows the prefix mean.
 WEIGHTS = {
@@ -289,7 +301,7 @@ def write_report(
 
     output: the output folder, by default the only path. threshold: reward of the time-to-reward
     section. reload: seconds after which browsers read the page again, which is written without
-    figures then. megabytes: maximum size of traced responses in it. bundle: also write a zip with
+    figures then. megabytes: maximum size of recorded responses in it. bundle: also write a zip with
     the report and every run's metrics and config. Raises UserError if there is nothing to report.
     """
     runs = find_runs(paths)
@@ -334,6 +346,7 @@ def collect(
     bins = 64 if len(groups) <= 6 else 24 if len(groups) <= 20 else 12
     first = first_shown(groups)
     threshold = default_threshold(runs) if threshold is None else threshold
+    order = _round_robin(groups, runs, first)
     return {
         "title": _title(runs),
         "about": describe_runs(runs),
@@ -360,7 +373,8 @@ def collect(
         "phases": list(PHASES),
         "threshold": threshold,
         "runs": [_run(run, scores, threshold, curves, of=len(runs)) for run in runs],
-        "life": build_histories(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
+        "life": build_histories(runs, megabytes=(1 - SHARE) * megabytes, order=order),
+        "responses": build_responses(runs, megabytes=megabytes, order=order),
         "sampled": [run.name for run in runs if run.settings.get(KEEP_ROLLOUTS, "all") != "all"],
         "traced": sum(bool(traced_steps(run)) for run in runs),
     }
@@ -412,7 +426,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _curves(runs: Sequence[Run]) -> dict[str, str]:
-    """Titles of the curves by metric; those of conversations only if a run has them."""
+    """Titles of the curves by metric: of a critic and conversations only if a run has them."""
     keys = {key for run in runs for row in run.rows for key in row}
     by_turns = {
         f"reward_by_turns/{turns}": f"Reward of conversations of {turns} turn{'s'[: turns > 1]}"
@@ -422,7 +436,7 @@ def _curves(runs: Sequence[Run]) -> dict[str, str]:
         f"reward_of_turn/{turn}": f"Reward that the environment gave after turn {turn}"
         for turn in range(1, MAX_TURNS + 1)
     }
-    further = CONVERSATION_CURVES | by_turns | of_turn
+    further = CRITIC_CURVES | CONVERSATION_CURVES | by_turns | of_turn
     return CURVES | {key: title for key, title in further.items() if key in keys}
 
 

@@ -164,3 +164,35 @@ def test_expected_policy_gradient_over_all_responses(critic, lam, is_exact):
     )  # fmt: skip
     error = (gradient - true_gradient(task, policy)).abs().max().item()
     assert error < 1e-14 if is_exact else error > 1e-2
+
+
+def test_equals_numbers_of_verl():
+    """By verl 0.9.1's own functions, which are copies of TRL's.
+
+    research/tools/compare_implementations.py runs them on random batches.
+    """
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 0, 0, 1, 0, 0]]).bool()
+    values = torch.tensor([[0.5, -0.25, 0, 0.75, 0.125, -0.5], [1.0, 0, 0, -0.5, 0, 0]])
+    rewards = torch.tensor([[0, 1, 0, 0, -0.5, 2], [0.25, 0, 0, 1, 0, 0]])
+    layout = SequenceLayout((6, 6), mask.flatten())
+    settings = GaeSettings(gamma=0.9, gae_lambda=0.8, target_lambda=0.8)
+    found = compute_targets(
+        layout, values.flatten(), rewards.flatten(), cut=torch.zeros(12).bool(), settings=settings
+    )
+    own = mask.flatten()
+    advantages = [0.6011248, 1.84184, -0.1155, 0.725, 2.5, -0.12, 1.5]
+    returns = [1.1011248, 1.59184, 0.6345, 0.85, 2.0, 0.88, 1.0]
+    assert found.advantages[own].tolist() == pytest.approx(advantages, rel=1e-6)
+    assert found.returns[own].tolist() == pytest.approx(returns, rel=1e-6)
+    moved = torch.tensor([[0.1, 0.5, 0, -0.5, 0.25, -0.1], [0.4, 0, 0, 0.05, 0, 0]])
+    predicted = (values + moved).flatten().requires_grad_()
+    losses, statistics = value_loss(
+        predicted, values.flatten(), found.returns, clip=0.3, layout=layout,
+        denominators=Denominators(2.0, 7.0),
+    )  # fmt: skip
+    losses.sum().backward()
+    gradient = [-0.071589257143, 0.0, -0.054928571429, -0.067857142857, -0.371428571429,
+                0.074285714286, -0.207142857143]  # fmt: skip
+    assert losses.sum().item() == pytest.approx(0.8667687071982174, rel=1e-6)
+    assert predicted.grad[own].tolist() == pytest.approx(gradient, rel=1e-5)
+    assert statistics.to_metrics()["critic/clipped_fraction"] == pytest.approx(1 / 7)
