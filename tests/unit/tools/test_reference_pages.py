@@ -19,8 +19,9 @@ def test_every_key_has_its_default_its_rule_and_a_text():
     sets = ("data.mix.", "eval.sets.", "sft.validation.")
     keys = {key for key in valid_keys(Config) if not key.startswith(sets)}
     keys |= {one.removesuffix(".") for one in sets}
-    assert set(output) == keys | {"data.columns", "shaping.overlong"}
+    assert set(output) == keys | {"data.columns", "shaping.overlong", "critic.lora"}
     assert output["optimizer.beta1"] == "=0.9` (≥0, <1)"
     assert output["rollout.responses_per_prompt"] == "=8` (≥1)"
-    assert output["run.resume"] == "=never` (`never`, `auto`)"
+    assert output["run.resume"] == "=never`"  # its text names both values
+    assert output["trainer.dtype"] == "=auto` (`auto`, `float32`, `bfloat16`)"
     assert output["run.name"] == "=null` (file name)"
