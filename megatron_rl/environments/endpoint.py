@@ -68,7 +68,7 @@ class Turn:
     number: int  # from 0
 
     def message(self, calls: Sequence[ToolCall]) -> Message:
-        """Build the message of an assistant: valid calls apart, and all others in its text."""
+        """Build an assistant's message: valid calls as `tool_calls`, invalid calls in its text."""
         valid = [call for call in calls if not call.problem]
         if not valid:
             return {"role": "assistant", "content": self.text}
@@ -189,7 +189,7 @@ class Session:
         return request
 
     def receive(self, tokens: TurnTokens | None) -> None:
-        """Take the tokens of the next turn, and those before it; None: they are unknown."""
+        """Take the tokens of the next turn, and the tokens before it; None: they are unknown."""
         self._tokens = tokens
         if tokens is not None:
             self.token_ids = [*([] if tokens.restarts else self.token_ids), *tokens.context]
@@ -213,7 +213,7 @@ class Session:
         self._last.reply.set_result((200, reply))
 
     def close(self) -> None:
-        """Refuse the request that waits, and further ones: the conversation is over."""
+        """Refuse the waiting request and all later requests: the conversation is over."""
         self._is_closed = True
         if self._last is not None and not self._last.reply.done():
             self._last.reply.set_result(_OVER)

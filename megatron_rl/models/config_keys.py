@@ -1,4 +1,4 @@
-"""The keys of a config.json: defaults, the ones that are read, rotary scaling, and refusals.
+"""The keys of a config.json: defaults, keys that are read, rotary scaling, and refusals.
 
 A key that changes the computation and that nothing here reads would make another model of the same
 weights, in the actor or in vLLM, which has keys of its own (`is_causal`, `logit_scale`,

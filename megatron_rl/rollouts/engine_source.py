@@ -29,7 +29,7 @@ from megatron_rl.types import Prompt, PromptSlot, Rollout, SamplingSettings
 
 
 class Request(NamedTuple):
-    """Request for responses to prompts of one step: in round 0 those of its slots."""
+    """Request for responses to prompts of one step; in round 0 to the prompts of its slots."""
 
     slots: Sequence[PromptSlot]  # of one step
     number: int  # the round; from 1 on with further prompts
@@ -52,9 +52,9 @@ class Filled(NamedTuple):
 
 
 def is_informative(group: Sequence[Rollout], *, by_turn: bool = False) -> bool:
-    """True if the rewards of the group differ, apart from those of lost conversations.
+    """True if the rewards of the group differ, without lost conversations.
 
-    by_turn: or those of their turns, with 0 after the last one.
+    by_turn: or the rewards of their turns, with 0 after the last turn.
     """
     known = [one for one in group if one.response.finish_reason != "lost"]
     if not by_turn:
@@ -167,7 +167,7 @@ class _Search:
         return min(len(self.slots), math.ceil(lacking * self.generated / max(self.found, 1)))
 
     def add_groups(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """Keep informative groups; return the others."""
+        """Keep informative groups; return the remaining groups."""
         good = [group for group in groups if self.is_good(group)]
         self.further += good
         self.generated += len(groups)
