@@ -213,6 +213,10 @@ def shape_problems(shape: Any) -> list[str]:
         for key, value in numbers.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
     ]
+    if not isinstance(shape.tied_embeddings, bool):
+        problems.append(
+            f"tie_word_embeddings is {shape.tied_embeddings!r}; it must be true or false"
+        )
     if problems:
         return problems
     if shape.num_attention_heads % shape.num_query_groups:

@@ -418,7 +418,7 @@ def build_shape(config: dict[str, Any]) -> ModelShape:
         rotary_base=read_rotary_base(config),
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
-        tied_embeddings=bool(config["tie_word_embeddings"]),
+        tied_embeddings=config["tie_word_embeddings"],
         experts=read_experts(config, architecture) if architecture.mixture_of_experts else None,
         sliding_window=config["sliding_window"] if has_window else None,
         local_layers=pattern.read(config) if pattern else None,
