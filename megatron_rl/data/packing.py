@@ -55,12 +55,12 @@ SAVED = 0.02  # least fraction of the cost that makes sharing worth other packs
 
 
 def sequence_length(rollout: Rollout) -> int:
-    """Positions that predict something, in all sequences of a rollout."""
+    """Number of predicting positions: each sequence's tokens minus one, summed."""
     return sum(sequence_lengths(rollout))
 
 
 def sequence_lengths(rollout: Rollout) -> list[int]:
-    """Positions that predict something: of each sequence of a rollout, all but the last token."""
+    """Predicting positions: all tokens of each sequence of a rollout but its last token."""
     bounds = [-len(rollout.prompt.token_ids), *rollout.response.restarts]
     ends = [*rollout.response.restarts, len(rollout.response.token_ids)]
     return [max(1, end - start - 1) for start, end in zip(bounds, ends, strict=True)]

@@ -8,7 +8,7 @@ what the ranks of a node need and all of them lack.
 |---|---|
 | some ranks of the node have it | these ranks in turn |
 | no rank of the node has it | a rank of another node, once; the receiver forwards it |
-| 4 replicas have it | to 3 nodes another three of them each time, to 8 nodes always the same |
+| 4 replicas have it | 3 receiving nodes: three other replicas each time; 8: always the same |
 
 *Order.* Order decides how many ranks send at once. Within a module (of the engine's, in model
 order) one block of each holder follows the other (of each expert rank, for experts), and pipeline
