@@ -59,7 +59,7 @@ _OVER = error_reply(410, "the conversation is over: it reached a limit of the ru
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServedTurn:
     """A turn of the policy, with the tokens before it; without tokens if they are unknown."""
 
     text: str
@@ -198,7 +198,7 @@ class Session:
         """Answer the request that waits with a turn of the policy."""
         assert self._last is not None and not self._last.reply.done(), "a request comes first"
         body, is_chat = self._last.body, self._last.is_chat
-        made = Turn(text, list(self.token_ids), self._tokens, self._turns)
+        made = ServedTurn(text, list(self.token_ids), self._tokens, self._turns)
         self._turns += 1
         self.token_ids += self._tokens.sampled if self._tokens is not None else []
         in_thinking = self._tokens is not None and self._tokens.in_thinking
