@@ -15,6 +15,10 @@ _MEDIA = {
     "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "video", "videos",
     "audio", "audios",
 }  # fmt: skip
+_MEDIA_FILE = re.compile(
+    r"\S*/\S+\.(?:png|jpe?g|gif|bmp|webp|tiff?|svg|mp[34]|wav|flac|ogg|webm|avi|mov|mkv)(?:\?\S*)?",
+    re.IGNORECASE,
+)
 _DATA_URL = re.compile(r"data:(?:image|audio|video)/")
 _TRAINED = {
     "weight", "weights", "train", "trained", "training", "trainable", "loss", "learn", "supervise",
@@ -33,6 +37,8 @@ _CHOICES = {"choice", "choices", "option", "options", "candidates", "endings", "
             "distractors"}  # fmt: skip
 _CHOICE_STEMS = _CHOICES | {"op", "opt", "ending", "alternative", "candidate", "sol", "answer",
                             "ans", "distractor"}  # fmt: skip
+# Choices in one text: `A) 38, B) 27`, `a ) 38 , b ) 27`, or one in a line.
+_WRITTEN = re.compile(r"(?<!\w)[(\[]?\s*[A-Ja-j]\s?[)\].:]\s+|\s*[\n|;]\s*")
 _LETTERED = re.compile(r"(?<!\w)[(\[]?[Aa][)\].:](?!\w)")
 
 
@@ -52,7 +58,8 @@ def is_media(name: str, value: Any) -> bool:
         words, plain = words_of(name), value.strip()
         is_place = bool(plain) and not re.search(r"\s", plain) and bool(words & _MEDIA)
         is_label = bool(words & {"id", "ids", "index", "idx", "type", "size", "count"})
-        return bool(_DATA_URL.match(value)) or (is_place and not is_label)
+        is_file = bool(_MEDIA_FILE.fullmatch(plain))
+        return bool(_DATA_URL.match(value)) or ((is_place or is_file) and not is_label)
     if isinstance(value, bytes | bytearray):
         return len(value) > 0
     if isinstance(value, list | tuple):
@@ -128,6 +135,9 @@ def _in_one(
     """Yield columns that have all choices."""
     for name, value in row.items():
         texts = _texts_of(value)
+        if not texts and isinstance(value, str) and words_of(name) & _CHOICES:
+            texts = [one.strip(" ,;") for one in _WRITTEN.split(value) if one.strip(" ,;")]
+            texts = texts if len(texts) > 1 else []
         is_letter = (
             truth is not None and len(texts) > 1
             and truth.strip() in [chr(ord("A") + n) for n in range(len(texts))]

@@ -1,4 +1,4 @@
-"""Write the pages of settings and metrics, docs/configuration.md and the tables of docs/metrics.md.
+"""Write the pages of settings and metrics, docs/configuration.md and the lists of docs/metrics.md.
 
 They come from megatron_rl/config/ and megatron_rl/telemetry/metric_table.py.
 
@@ -25,7 +25,7 @@ from megatron_rl.config.sections import (  # noqa: E402
     PATTERNS,
     is_path,
 )
-from megatron_rl.telemetry.metric_table import IN_A_BAND, TABLES, Metric  # noqa: E402
+from megatron_rl.telemetry.metric_table import TABLES, Metric  # noqa: E402
 
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 METRICS = ROOT / "docs" / "metrics.md"
@@ -103,7 +103,8 @@ def _rows(prefix: str, section: type[Section]) -> list[str]:
         text = " ".join(field.description.split())
         rows.append(f"- `{prefix}{name}{_default(field)}: {text}")
         is_named = get_origin(field.annotation) is dict  # its text lists what each has
-        if inner is not None and not is_named:
+        has_a_part = inner in map(_section_of, Config.model_fields.values())
+        if inner is not None and not is_named and not has_a_part:
             rows += _rows(f"{prefix}{name}.", inner)
     return rows
 
@@ -116,7 +117,7 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
 
 
 def _default(field: FieldInfo) -> str:
-    """Default, end of the code font, and rule without the type, which the default shows."""
+    """Default, end of the code font, and rule, without what default and description show."""
     rule = _rule(field.annotation, field.metadata)
     if field.is_required():
         return f"` ({rule})"
@@ -128,8 +129,15 @@ def _default(field: FieldInfo) -> str:
     if value is None:
         return f"{output} ({rule.removesuffix(' or `null`')})"
     rule = re.sub(r"^(integer|number)(?: (?=[≥>])|$)", "", rule)
-    rule = "" if rule in ("text", WORDS[bool]) else rule
+    if rule in ("text", WORDS[bool]) or _names_all(field.description or "", field.annotation):
+        return output
     return f"{output} ({rule})" if rule else output
+
+
+def _names_all(text: str, kind: Any) -> bool:
+    """Return True if a description names every choice of a setting."""
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    return bool(choices) and all(f"`{choice}`" in text for choice in choices)
 
 
 def _rule(kind: Any, rules: list[Any]) -> str:
@@ -165,28 +173,20 @@ def _flat(rules: Any) -> list[Any]:
 
 
 def metrics_page() -> str:
-    """The page of metrics with its tables made from code: those with names or bands."""
-    made = iter(_metric_table(rows) for rows in TABLES)
-    return re.sub(r"(?m)^\| (?:name|band) \|.*\n(?:\|.*\n)+", lambda _: next(made), _read(METRICS))
+    """The page of metrics with its lists made from code."""
+    made = iter(_metric_list(rows) for rows in TABLES)
+    return re.sub(r"(?m)^- `.*\n(?:- `.*\n)+", lambda _: next(made), _read(METRICS))
 
 
-def _metric_table(rows: tuple[Metric, ...]) -> str:
-    """One table; a column of what metrics cover if any has it, units at the end of descriptions."""
-    cells = [
-        (
-            ", ".join(f"`{name}`" for name in row.names),
-            row.description + f" ({row.unit})" * (row.unit not in ("", "0..1")),
-            row.covers,
-        )
-        for row in rows
-    ]
-    head = ("band" if rows is IN_A_BAND else "name", "description", "over")
-    used = [index for index, column in enumerate(zip(*cells, strict=True)) if any(column)]
-    first, *others = (
-        "|" + "|".join(f" {line[index]} " if line[index] else " " for index in used) + "|\n"
-        for line in (head, *cells)
-    )
-    return "".join([first, "|" + "---|" * len(used) + "\n", *others])
+def _metric_list(rows: tuple[Metric, ...]) -> str:
+    """One list: names, description, unit, and what the metrics cover."""
+    lines = []
+    for row in rows:
+        unit = f" ({row.unit})" * (row.unit not in ("", "0..1"))
+        covers = f"; *{row.covers}*" * bool(row.covers)
+        names = ", ".join(f"`{name}`" for name in row.names)
+        lines.append(f"- {names}: {row.description}{unit}{covers}\n")
+    return "".join(lines)
 
 
 def _read(page: Path) -> str:

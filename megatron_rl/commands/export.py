@@ -76,6 +76,7 @@ def check_push(name: str, folder: Path) -> None:
     if (match := HUB_NAME.fullmatch(name)) is None or match[2] is not None:
         raise ConfigError(f"--push {name}: give a name on the hub as OWNER/NAME")
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"--push {name}: HF_HUB_OFFLINE is set; unset it, {later}")
@@ -83,8 +84,16 @@ def check_push(name: str, folder: Path) -> None:
         login = HfApi().whoami()
     except Exception as error:  # the client raises many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_login = isinstance(error, LocalTokenNotFoundError) or (
+            isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        )
+        problem, cure = (
+            ("no login at", "run hf auth login")
+            if is_login
+            else ("no answer of", f"check that this machine reaches {constants.ENDPOINT}")
+        )
         raise ConfigError(
-            f"--push {name}: no login at the hub ({reason}); run hf auth login, {later}"
+            f"--push {name}: {problem} the hub ({reason}); {cure}, {later}"
         ) from error
     owners = [login["name"], *(one["name"] for one in login.get("orgs") or [])]
     if (owner := name.partition("/")[0]) not in owners:

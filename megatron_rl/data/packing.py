@@ -55,12 +55,12 @@ SAVED = 0.02  # least fraction of the cost that makes sharing worth other packs
 
 
 def sequence_length(rollout: Rollout) -> int:
-    """Positions that predict something, in all sequences of a rollout."""
+    """Number of predicting positions: each sequence's tokens minus one, summed."""
     return sum(sequence_lengths(rollout))
 
 
 def sequence_lengths(rollout: Rollout) -> list[int]:
-    """Positions that predict something: of each sequence of a rollout, all but the last token."""
+    """Predicting positions: all tokens of each sequence of a rollout but its last token."""
     bounds = [-len(rollout.prompt.token_ids), *rollout.response.restarts]
     ends = [*rollout.response.restarts, len(rollout.response.token_ids)]
     return [max(1, end - start - 1) for start, end in zip(bounds, ends, strict=True)]
@@ -109,8 +109,8 @@ def assign_packs(
     """Assign sequences to packs: `[rank][micro-batch]` -> indices, longest first.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
-    alone exceeds it gets a pack of its own size), a multiple of `multiple`. weights: what is
-    balanced, by default the lengths. Deterministic.
+    alone exceeds it gets a pack of its own size), a multiple of `multiple`.
+    weights: costs that are balanced over packs, by default the lengths. Deterministic.
     """
     budget = max([budget, *lengths])
     least = max(1, -(-sum(lengths) // (ranks * budget)))

@@ -20,7 +20,7 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -172,6 +172,23 @@ _DEFAULTS = {
     # Its groups include one of all ranks, which would connect every pair of them a second time.
     "TORCH_GLOO_LAZY_INIT": "1",
 }
+
+
+def given_variables() -> frozenset[str]:
+    """Return the variables for vLLM; before it starts, since it sets some of its own."""
+    return frozenset(name for name in os.environ if name.startswith("VLLM_"))
+
+
+def unknown_variables(given: Iterable[str]) -> str | None:
+    """Name variables that begin as vLLM's and that its release does not read."""
+    from vllm import __version__, envs
+
+    if not (unknown := set(given) - {*envs.environment_variables}):
+        return None
+    return (
+        f"the environment has {', '.join(sorted(unknown))}: vLLM {__version__} has no such "
+        "variable, so it has no effect"
+    )
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def find_stop_rule(
     token_ids: Sequence[int] = (),
     texts: Sequence[str] = (),
 ) -> StopCriterion:
-    """Collect the stop tokens of a model and add those given.
+    """Collect the stop tokens of a model and add the given tokens.
 
     Reads `eos_token_id` from generation_config.json, config.json and the tokenizer: chat models
     often name the end-of-turn token in only one of them, and a response would then never stop.
@@ -62,6 +62,36 @@ def find_stop_rule(
             "rollout.stop_token_ids"
         )
     return StopCriterion(tuple(dict.fromkeys(stop_tokens)), tuple(texts))
+
+
+# Values of a generation config that change nothing, except a top_k of 1.
+_NEUTRAL: tuple[Any, ...] = (None, False, True, 0, -1, 1, "", [], {})
+
+
+def describe_generation_config(model_folder: str | Path, rollout: Any) -> str | None:
+    """Name what a model's generation config has for sampling and training does not read.
+
+    Whoever serves the model takes it: vLLM and transformers do by default. rollout: settings of
+    the sampler, by the same names.
+    """
+    path = Path(model_folder) / "generation_config.json"
+    if not path.is_file():
+        return None
+    _read_eos(path)  # raises for what is no object
+    unread = [
+        f"{name}={value!r}"
+        for name, value in sorted(json.loads(path.read_text(encoding="utf-8")).items())
+        if not name.endswith(("_token_id", "_token_ids", "_version", "_implementation"))
+        and not name.startswith("_")
+        and (value not in _NEUTRAL or (name, value) == ("top_k", 1))
+        and value != getattr(rollout, name, None)
+    ]
+    if not unread:
+        return None
+    return (
+        f"{path} has {', '.join(unread)}: training samples by rollout.* alone, but vLLM and "
+        "transformers use these where the trained model is served"
+    )
 
 
 def _read_eos(path: Path) -> Any:

@@ -33,7 +33,8 @@ def share_of_cores(own: frozenset[int], all_ranks: Sequence[Iterable[int]]) -> i
     """Return the whole number of cores of a rank, at least 1.
 
     A core that several ranks may use is divided equally among them.
-    own: cores that the rank may use; all_ranks: those of every rank of the node, its own included.
+    own: cores that the rank may use; all_ranks: cores of every rank of the node, this rank
+    included.
     """
     sharing = dict.fromkeys(own, 0)
     for core in (core for cores in all_ranks for core in cores):
@@ -210,6 +211,8 @@ def share_cores(ranks: int) -> None:
     cores = 1 if has_cuda() else cores_before_joining(ranks)
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list if nested
     if not given.isdigit() or int(given) == 0:
+        if given and os.environ.get("RANK", "0") == "0":
+            notify(f"OMP_NUM_THREADS={given} is no number of threads; {cores} are used")
         os.environ["OMP_NUM_THREADS"] = given = str(cores)
     threads, torch = int(given), sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != threads:  # a launcher has imported it

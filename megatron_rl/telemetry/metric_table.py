@@ -24,8 +24,7 @@ STEP = (
     Metric(("eval/<set>/avg@<k>", "eval/<set>/pass@<k>", "eval/<set>/maj@<k>"), "0..1", "[scores](evaluation.md) of k responses: mean reward; probability that one has a reward of 1 or more; reward of the most frequent answer", "set"),
     Metric(("eval_macro/avg@<k>", "eval_macro/pass@<k>", "eval_macro/maj@<k>"), "0..1", "mean over the sets with equal weight", "sets"),
     Metric(("eval/<set>/time_limit_fraction", "eval/<set>/failed_fraction"), "0..1", "responses not graded, counted as wrong", "set"),
-    Metric(("eval/<set>/truncated_fraction",), "0..1", "responses cut at `rollout.max_response_tokens`", "set"),
-    Metric(("eval/<set>/response_length_mean",), "", "mean response length in tokens", "set"),
+    Metric(("eval/<set>/response_length_mean", "eval/<set>/truncated_fraction"), "", "as for `response/`", "set"),
     Metric(("eval/<set>/loss",), "nats", "loss on `sft.validation`", "set"),
     Metric(("reward/mean", "reward/std"), "", "mean and standard deviation of the rewards", "all"),
     Metric(("reward/<name>_mean",), "", "mean of one of several named rewards; 0 where a response was not graded", "all"),
@@ -55,7 +54,7 @@ STEP = (
     Metric(("lag/waiting_groups", "lag/waiting_length_mean"), "", "groups not yet trained; mean length of their responses in tokens", "waiting"),
     Metric(("replay/fraction", "replay/max_uses"), "", "groups that earlier steps trained too; most steps that trained one group", "trained"),
     Metric(("mismatch/logprob_abs_diff_mean",), "nats", "mean abs(behavior - rollout log-prob)", "updates"),
-    Metric(("train/computed_fraction",), "0..1", "fraction of responses that went through the actor", "all"),
+    Metric(("train/computed_fraction",), "0..1", "responses that went through the actor", "all"),
     Metric(("train/updates",), "", "optimizer updates of the step"),
     Metric(("train/updates_skipped",), "", "updates skipped for a value that was not finite; should stay 0"),
     Metric(("train/early_stopped",), "0 or 1", "1 if `early_stopping` ended the reuse of the batch"),
@@ -122,11 +121,9 @@ BY_EPOCH = (
 )
 # Names within a band of positions: the last part of `by_...` metrics.
 IN_A_BAND = (
-    Metric(("acceptance",), "", "as `gate/acceptance`"),
-    Metric(("rejected_above_positive", "rejected_above_negative", "rejected_below_positive", "rejected_below_negative"), "", "as in `gate/`"),
+    Metric(("acceptance", "rejected_above_positive", "rejected_above_negative", "rejected_below_positive", "rejected_below_negative"), "", "as in `gate/`"),
     Metric(("prefix_mean_log_mean", "prefix_mean_log_std", "prefix_mean_log_q05", "prefix_mean_log_median", "prefix_mean_log_q95"), "", "as in `ratio/`"),
-    Metric(("effective_sample_fraction",), "", "as in `weight/`"),
-    Metric(("logprob_diff_mean", "logprob_diff_rms"), "", "as in `mismatch/`"),
+    Metric(("effective_sample_fraction", "logprob_diff_mean", "logprob_diff_rms"), "", "as in `weight/`, `mismatch/`"),
 )
 # Seconds, memory, bytes.
 COSTS = (

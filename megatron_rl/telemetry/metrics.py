@@ -101,7 +101,7 @@ class HostMemoryTrend:
         )
 
 
-class Interval(NamedTuple):
+class PhaseInterval(NamedTuple):
     """Time without a break that a rank spent in a phase."""
 
     phase: str
@@ -132,8 +132,8 @@ class PhaseClock:
         self.memory = PeakMemory(device)
         self._open: str | None = None
         self._epoch = time.time() - time.perf_counter()
-        self._intervals: list[Interval] = []
-        self.of_engines: list[Interval] = []
+        self._intervals: list[PhaseInterval] = []
+        self.of_engines: list[PhaseInterval] = []
         self.reset()
 
     def reset(self) -> None:
@@ -161,7 +161,9 @@ class PhaseClock:
         self.peaks[name] = max(self.peaks.get(name, 0.0), self.memory.peak())
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._charged
-        self._intervals.append(Interval(name, self._epoch + self._charged, now - self._charged))
+        self._intervals.append(
+            PhaseInterval(name, self._epoch + self._charged, now - self._charged)
+        )
         self._charged = now
 
     def metrics(self) -> dict[str, float]:
@@ -189,7 +191,7 @@ class PhaseClock:
         host = {"memory/host_gib": largest[-2] / 2**30, HOST_FREE: -largest[-1] / 2**30}
         return times | memory | host
 
-    def pop_intervals(self) -> list[Interval]:
+    def pop_intervals(self) -> list[PhaseInterval]:
         """Return what this rank did since the last call."""
         intervals, self._intervals = self._intervals, []
         return intervals

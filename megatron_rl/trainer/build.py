@@ -17,6 +17,7 @@ from megatron_rl.distributed.link import Link
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.engine import ConversationSettings, EngineHooks, WeightSink
 from megatron_rl.engine.remote import RemoteEngine, build_resharder
+from megatron_rl.engine.stopping import describe_generation_config
 from megatron_rl.engine.vllm_engine import VllmEngine
 from megatron_rl.models.adapters import peft_problem
 from megatron_rl.models.shape import ModelShape, read_model_shape
@@ -313,6 +314,8 @@ class TrainingSide:
             )
             engine = build_engine(self.config, run.actor.topology, hooks=hooks)
         self.console.echo(engine.describe_stop())
+        if engine.without_effect is not None:
+            self.console.echo(engine.without_effect)
         return engine
 
 
@@ -331,7 +334,11 @@ def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLog
 
 def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str | None]:
     """Describe the run, and what of it has no effect."""
-    unread = describe_unread(config.model.path, shape) if topology.rank == 0 else []
+    unread: list[str | None] = []
+    if topology.rank == 0:
+        unread += describe_unread(config.model.path, shape)
+    if topology.rank == 0 and config.has_engine:
+        unread.append(describe_generation_config(config.model.path, config.rollout))
     return [_describe_layout(config, topology.world_size), describe_slow_packs(config), *unread]
 
 

@@ -22,6 +22,7 @@ PICTURE = {"bytes": b"GIF89a", "path": None}
         ("figure", PICTURE), ("page_2", [PICTURE]), ("sheet", {"scan": PICTURE}),
         ("raw", b"\x89PNG"), ("clip", {"array": [0.5], "sampling_rate": 8}),
         ("img2", "a/b.png"), ("videoUrl", "http://h/v"), ("doc", "data:audio/wav;base64,AA"),
+        ("file", "https://h/a.PNG?x=1"), ("frames", ["v/1.jpg", "v/2.jpg"]), ("heard", "/d/a.wav"),
     ],
 )  # fmt: skip
 def test_media_are_found_by_their_type_whatever_their_name(name, value):
@@ -33,6 +34,7 @@ def test_media_are_found_by_their_type_whatever_their_name(name, value):
     [
         ("image_id", "71"), ("image_caption", "a red car"), ("images_count", 3),
         ("has_video", True), ("picture", {"bytes": None, "path": None}), ("question", "why.png"),
+        ("source", "https://h/page.html"), ("file", "a/b.png is missing"), ("image_id", "a/b.png"),
     ],
 )  # fmt: skip
 def test_what_only_speaks_of_media_is_none(name, value):
@@ -80,6 +82,9 @@ def test_labels_and_neutral_values_are_accepted(name, value):
         ({"place_1": "north", "place_2": "south"}, "south", "place_1, place_2"),
         ({"directions": ["north", "south"]}, "A", "directions"),
         ({"options": "['north', 'south']"}, "A", "options"),
+        ({"options": "a ) north , b ) south"}, "b", "options"),
+        ({"choices": "(A) north (B) south"}, "A", "choices"),
+        ({"answer_options": "north\nsouth"}, "north", "answer_options"),
         ({"choices": [{"label": "A", "text": "north"}]}, "A", "choices"),
         ({"answer_choices": {"A": "north", "B": "south"}}, "B", "answer_choices"),
         ({"a": "north", "b": "south"}, "a", "a, b"),
@@ -96,6 +101,7 @@ def test_choices_are_found_by_the_answer_or_their_name(row, truth, names):
     [
         ({"tags": ["algebra", "hard"]}, "4"), ({"a": "3", "b": "5"}, "8"),
         ({"hint1": "think", "hint2": "more"}, "2"), ({"aliases": ["Bonn", "bonn"]}, "Bonn"),
+        ({"options": "none"}, "A"), ({"note": "a) x b) y"}, "A"),
         ({"A": "x", "C": "y"}, "A"), ({"A": 3, "B": 4}, "7"),
     ],
 )  # fmt: skip

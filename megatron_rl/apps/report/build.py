@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.apps.report.pictures import draw_pictures
+from megatron_rl.apps.report.responses import SHARE, build_responses
 from megatron_rl.apps.report.runs import (
     Run,
     RunGroup,
@@ -179,7 +180,10 @@ def _short(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-SCRIPTS = ("uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "main.js")
+SCRIPTS = (
+    "uplot.js", "dom.js", "glossary.js", "charts.js", "figures.js", "life.js", "responses.js",
+    "main.js",
+)  # fmt: skip
 STYLES = ("uplot.css", "style.css")
 
 
@@ -303,7 +307,7 @@ def write_report(
 
     output: the output folder, by default the only path. threshold: reward of the time-to-reward
     section. reload: seconds after which browsers read the page again, which is written without
-    figures then. megabytes: maximum size of traced responses in it. bundle: also write a zip with
+    figures then. megabytes: maximum size of recorded responses in it. bundle: also write a zip with
     the report and every run's metrics and config. Raises UserError if there is nothing to report.
     """
     runs = find_runs(paths)
@@ -348,6 +352,7 @@ def collect(
     bins = 64 if len(groups) <= 6 else 24 if len(groups) <= 20 else 12
     first = first_shown(groups)
     threshold = default_threshold(runs) if threshold is None else threshold
+    order = _round_robin(groups, runs, first)
     return {
         "title": _title(runs),
         "about": describe_runs(runs),
@@ -374,7 +379,8 @@ def collect(
         "phases": list(PHASES),
         "threshold": threshold,
         "runs": [_run(run, scores, threshold, curves, of=len(runs)) for run in runs],
-        "life": build_histories(runs, megabytes=megabytes, order=_round_robin(groups, runs, first)),
+        "life": build_histories(runs, megabytes=(1 - SHARE) * megabytes, order=order),
+        "responses": build_responses(runs, megabytes=megabytes, order=order),
         "sampled": [run.name for run in runs if run.settings.get(KEEP_ROLLOUTS, "all") != "all"],
         "traced": sum(bool(traced_steps(run)) for run in runs),
     }

@@ -51,6 +51,7 @@ _UNITS = {
     "year": "yr yrs 年", "N": "newton", "J": "joule", "W": "watt", "V": "volt",
     "A": "ampere amp", "K": "kelvin", "Hz": "hertz", "Pa": "pascal", "kPa": "", "kJ": "", "kW": "",
     "ohm": "", "mol": "mole", "rad": "radian", "mi/h": "mph", "km/h": "kmh kmph kph",
+    "m/s": "mps", "ft/s": "fps", "revolution/min": "rpm", "cm^3": "cc ccm",
     "degree": "degrees deg 度", "°C": "", "°F": "",
     "dollar": r"dollars \$ USD US$ bucks 美元", "cent": "cents ¢", "€": "euro euros EUR 欧元",
     "£": "GBP", "¥": "yen yuan JPY CNY RMB 元 日元 人民币", "₹": "rupee rupees INR Rs Rs. 卢比",
@@ -96,8 +97,9 @@ def split_unit(text: str) -> tuple[str, str, Fraction] | None:
     number, space, written = match.groups()
     words = _words(written)
     factor = Fraction(1)
-    while words and words[0].lower() in _FACTORS:
-        factor *= _FACTORS[words.pop(0).lower()]
+    while words and (one := words[0].lower().removesuffix("s")) in _FACTORS:
+        factor *= _FACTORS[one]
+        del words[0]
     if not words:
         return number, "", factor
     if not _is_unit(words, written, is_apart=bool(space)):
@@ -274,7 +276,7 @@ _END = re.compile(r"(?:[.,;: ]|\\\\|\\text(?:\{\s*[.,;:]?\s*\})?)+\Z")
 
 
 def tidy(text: str) -> str:
-    """Return the text of an answer in the one spelling that the kinds are read from."""
+    """Return an answer's text in the canonical spelling from which kinds are read."""
     text = _without_dollars(_from_unicode(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -300,7 +302,7 @@ def strip_braces(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    r"""Return the index of the bracket that closes the one at `start`, or -1.
+    r"""Return the index of the bracket that closes the bracket at `start`, or -1.
 
     Kinds of brackets are not distinguished, because `[0, 1)` is an interval; `\{` is a bracket.
     """
@@ -336,7 +338,7 @@ def bracketed(text: str) -> tuple[str, str, str]:
 
 
 def split_at_commas(text: str, *, is_bracketed: bool = False) -> list[str]:
-    """Split at commas, but not at those of thousands, as in `1,000, 2,000`."""
+    """Split at commas, but not at commas of thousands, as in `1,000, 2,000`."""
     parts = split(text, _COMMA)
     if len(parts) == 1:
         return parts
@@ -471,6 +473,10 @@ _BESIDE_NAME = re.compile(
     r"(?:-?(?:[\d./]+|\\(?:frac\{\d+\}|sqrt)\{\d+\}) |.*[\d})] ?(?:\\text\{[^{}]*\}|[a-z]{2,}) ?)"
     r"\\?[a-zA-Z](?:_\w+)?"
 )
+_DISTANCE = re.compile(
+    r"\| ?(\d+)? ?(\\?[a-zA-Z](?:_\w+)?) ?([+-] ?(?:\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}))? ?\|"
+)
+_BOUND = re.compile(r"\d+(?:[./]\d+)?|\\frac\{\d+\}\{\d+\}|(?:\d+ ?)?\\sqrt\{\d+\}")
 _SET_BUILDER = re.compile(
     r"\\\{ ?[a-zA-Z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid(?![a-zA-Z])|\||:) ?(.*)\\\}"
 )
@@ -660,7 +666,8 @@ def _read_inequality(text: str) -> Any:
     if len(parts) == 2:
         if names == [True, False] or names == [False, True]:
             return _half_line(parts, signs[0], name_first=names[0])
-        return relation(parts[0], signs[0], parts[1])
+        (left, right), (sign,) = parts, signs
+        return _read_distance(left, right, sign) or relation(left, sign, right)
     if len(parts) != 3 or not names[1] or r"\ne" in signs:
         return Text(text)
     if {sign[-1] in ">" or sign == r"\ge" for sign in signs} == {True}:
@@ -674,6 +681,21 @@ def _read_inequality(text: str) -> Any:
 def _half_line(parts: list[str], sign: str, *, name_first: bool) -> Any:
     name, end = _plain_name(parts[0 if name_first else 1]), read_tidy(parts[1 if name_first else 0])
     return half_line(name, sign if name_first else flipped(sign), end)
+
+
+def _read_distance(left: str, right: str, sign: str) -> Interval | Union | None:
+    r"""Read `|2x - 1| \le 3` as an interval and `|x| > 1` as two half lines; no negative bound."""
+    if "|" in right:
+        left, right, sign = right, left, flipped(sign)
+    match, bound = _DISTANCE.fullmatch(left), _BOUND.fullmatch(right)
+    if match is None or bound is None or sign == r"\ne":
+        return None
+    factor, name, shift = match[1] or "1", _plain_name(match[2]), match[3] or "0"
+    low, high = (read_tidy(rf"\frac{{{side}({right}) - ({shift})}}{{{factor}}}") for side in "-+")
+    if sign in ("<", r"\le"):
+        return Interval(low, high, "()" if sign == "<" else "[]", name)
+    first, second = half_line(name, flipped(sign), low), half_line(name, sign, high)
+    return Union((first, second))
 
 
 def relation(left: str, sign: str, right: str) -> Relation | None:

@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.apps.report.build import collect, render_page, write_report
+from megatron_rl.apps.report.responses import RESPONSES
 from megatron_rl.apps.report.runs import find_runs, first_passage, group_runs
+from megatron_rl.runs.rollouts import read_rollouts
 from tests import made_runs
 from tests.functional.debian import missing
 from tests.functional.report.browser import PACKAGES, PROGRAMS, Browser
@@ -34,7 +36,8 @@ return cut;
 MOVED = """
 return [...document.querySelectorAll(".worst tbody tr")].map((row) => row.cells[2].textContent);
 """
-PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "timeline", "life", "settings")
+PARTS = ("scores", "curves", "time", "ratios", "gate", "seconds", "timeline", "life", "responses",
+         "settings")  # fmt: skip
 SLIDE = """
 const [id, value] = arguments, input = document.getElementById(id);
 input.value = value;
@@ -291,6 +294,31 @@ def test_hostile_text_is_shown_as_text(page):
     assert "\u202e" not in shown and "202e" in shown  # no change of text direction
     assert page.run('return document.querySelectorAll("script").length') == 2
     assert page.run('return document.querySelectorAll("img, iframe, object").length') == 0
+
+
+def test_responses_are_browsed_by_run_step_and_order(page, folder):
+    first = read_rollouts(folder / "gspo-1", 1)
+    page.run("""
+        const [run] = document.querySelectorAll("#responses select");
+        run.value = "gspo-1";
+        run.dispatchEvent(new Event("change"));
+    """)
+    assert page.run(SLIDE, "responses-step", 0) == "1"
+    rewards = (
+        'return [...document.querySelectorAll("#responses summary b")]'
+        ".map((one) => Number(one.textContent))"
+    )
+    shown = page.run(rewards)
+    assert shown == sorted(shown, reverse=True)
+    assert len(shown) == min(len(first), RESPONSES)
+    assert max(shown) == pytest.approx(max(row["reward"] for row in first), rel=1e-2)
+    page.run("""
+        const buttons = [...document.querySelectorAll("#responses button")];
+        buttons.find((one) => one.textContent === "lowest reward").click();
+    """)
+    assert page.run(rewards) == sorted(shown)
+    text = text_of(page, "#responses details")
+    assert "Prompt" in text and "Truth" in text
 
 
 def test_page_without_traces_shows_message(browser, tmp_path):

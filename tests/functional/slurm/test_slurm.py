@@ -305,6 +305,9 @@ def test_dry_run_prints_submitted_script_and_leaves_no_files(slurm, launcher):
     launcher("launch", *arguments)
     submitted = list(launcher.run_folder("shown").glob("launch/001/**/*_sbatch.sh"))
     assert [file.read_text().strip() for file in submitted] == [script.strip()]
+    options = re.findall(r"(?m)^#SBATCH (--[\w-]+)", script)
+    assert options and len(set(options)) == len(options)
+    assert len(re.findall(r"(?m)^srun .*--wait\b", script)) == script.count("--wait") == 1
     launcher("cancel", "shown")
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -94,6 +95,16 @@ def test_upload_that_the_hub_would_refuse_is_refused_before_the_export(hub, tmp_
         check_push("lab/m", tmp_path)
     with pytest.raises(ConfigError, match=r"is complete: run hf upload lab/m"):
         push("lab/m", tmp_path / "nothing")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match=r"no login at the hub .*; run hf auth login, or leave"):
+        check_push("lab/m", tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(ConfigError, match=r"no answer of .* this machine reaches http://127"):
+            check_push("lab/m", tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set; unset it, or leave --push out"):
         check_push("lab/m", tmp_path)

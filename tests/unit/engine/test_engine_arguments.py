@@ -11,6 +11,7 @@ from megatron_rl.engine.engine_arguments import (
     engine_argument_problems,
 )
 from megatron_rl.engine.sampling_masks import EngineSamplingMasks
+from megatron_rl.engine.starting import given_variables, unknown_variables
 from megatron_rl.errors import UserError
 
 
@@ -23,6 +24,15 @@ def test_engine_argument_problems_name_rejected_and_unknown_arguments():
     assert "vLLM has no such argument; did you mean enable_prefix_caching?" in unknown
     assert not engine_argument_problems({"enforce_eager": True, "enable_prefix_caching": False})
     assert not engine_argument_problems({})
+
+
+def test_variables_that_vllm_does_not_read_are_named(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    assert {"VLLM_USE_V1", "VLLM_LOGGING_LEVEL"} <= given_variables()
+    text = unknown_variables(["VLLM_USE_V1", "VLLM_LOGGING_LEVEL", "VLLM_PLUGIN"])
+    assert text.startswith("the environment has VLLM_PLUGIN, VLLM_USE_V1: vLLM ")
+    assert unknown_variables(["VLLM_LOGGING_LEVEL"]) is None
 
 
 def test_rejected_arguments_exist_in_vllm():

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.engine.stopping import find_stop_rule
+from megatron_rl.config.sections import RolloutSection
+from megatron_rl.engine.stopping import describe_generation_config, find_stop_rule
 
 
 def write(folder, **files):
@@ -40,3 +41,19 @@ def test_find_stop_rule_without_stop_token_raises_and_names_setting(tmp_path):
     assert find_stop_rule(tmp_path, None, vocab_size=9, token_ids=[4]).token_ids == (4,)
     with pytest.raises(ValueError, match=r"stop token 9 is outside the vocabulary 0\.\.8"):
         find_stop_rule(tmp_path, None, vocab_size=9, token_ids=[9])
+
+
+def test_sampling_of_a_generation_config_that_training_does_not_read_is_named(tmp_path):
+    """As in released chat models; ids of tokens, neutral values and those of the run are not."""
+    file, rollout = tmp_path / "generation_config.json", RolloutSection(temperature=0.7)
+    assert describe_generation_config(tmp_path, rollout) is None
+    plain = {"bos_token_id": 1, "eos_token_id": [2, 7], "pad_token_id": 2, "do_sample": True,
+             "transformers_version": "4.37.0", "_from_model_config": True, "temperature": 0.7,
+             "repetition_penalty": 1.0, "top_p": None, "suppress_tokens": []}  # fmt: skip
+    file.write_text(json.dumps(plain))
+    assert describe_generation_config(tmp_path, rollout) is None
+    file.write_text(json.dumps(plain | {"repetition_penalty": 1.05, "top_k": 1, "top_p": 0.8}))
+    text = describe_generation_config(tmp_path, rollout)
+    assert " has repetition_penalty=1.05, top_k=1, top_p=0.8: training samples by " in text
+    file.write_text(json.dumps(plain))
+    assert "temperature=0.7: " in describe_generation_config(tmp_path, RolloutSection())

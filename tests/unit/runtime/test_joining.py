@@ -155,7 +155,7 @@ def test_ranks_share_cores_of_node(environment, cores, ranks, cuda, threads):
 
 
 @pytest.mark.parametrize(("value", "threads"), [("", 3), ("all", 3), ("0", 3), ("2,4", 2)])
-def test_left_over_number_of_threads(environment, value, threads):
+def test_left_over_number_of_threads(environment, value, threads, capsys):
     environment.setenv("OMP_NUM_THREADS", value)  # a list is one number for each nested level
     environment.setattr(joining, "has_cuda", lambda: False)
     environment.setattr(joining, "cores_before_joining", lambda ranks: 3)
@@ -163,6 +163,10 @@ def test_left_over_number_of_threads(environment, value, threads):
     environment.setattr("torch.get_num_threads", lambda: 0)
     environment.setattr("torch.set_num_threads", found.append)
     joining.share_cores(1)
+    named = capsys.readouterr().err
+    assert (f"OMP_NUM_THREADS={value} is no number of threads; 3 are used" in named) == (
+        value in ("all", "0")
+    )
     assert found == [threads]
 
 

@@ -80,6 +80,7 @@ document.body.append(...header(), h("main", {},
   section("seconds", "Time by phase", "Seconds per rollout batch.", timeByPhase()),
   section("timeline", "Timeline", "What the first rank of each group of ranks did when, in one run of each setting. Lines are ends of steps; hatched: the rank waits for the other group.", timeline()),
   section("life", "Per-token log-probs across epochs", "One response, generated once and trained on in every epoch. Color shows the change from the behavior policy: red, more likely now; blue, less likely.", tokenHistory()),
+  section("responses", "Responses", "Recorded responses with their rewards, those of a step spread from its lowest reward to its highest.", recordedResponses()),
   section("settings", "Settings", null, settingsTable())));
 // Scroll targets and sticky elements stay below the sticky navigation bar.
 new ResizeObserver(([bar]) => document.documentElement.style.setProperty("--nav", `${bar.target.offsetHeight}px`)).observe(document.querySelector("nav"));

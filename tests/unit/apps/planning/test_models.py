@@ -1,6 +1,8 @@
 """Built-in models: their published sizes, their config.json, and their names."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +50,16 @@ def test_find_shape_raises_for_unknown_model():
     with pytest.raises(ValueError, match=r"Qwen9-1B is neither a folder .* Qwen2\.5-0\.5B"):
         find_shape("Qwen/Qwen9-1B")
     assert find_shape("Qwen/Qwen2.5-7B") is MODELS["Qwen2.5-7B"]
+
+
+def test_command_refuses_an_unknown_name_before_it_imports_what_takes_seconds():
+    code = """
+import sys
+from megatron_rl.cli import main
+try:
+    main(["plan", "Qwen3.55", "--devices", "8"])
+except SystemExit:
+    print([one for one in ("torch", "transformers", "vllm", "megatron") if one in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n" and "Qwen3.55" in done.stderr

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ from megatron_rl.apps.planning.search import (
     with_layers,
 )
 from megatron_rl.commands import plan as plan_command
-from megatron_rl.config import load_config, parse_config
+from megatron_rl.config import ConfigError, load_config, parse_config
 from megatron_rl.errors import UserError
 from megatron_rl.models.shape import read_model_shape
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -579,3 +581,33 @@ def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, own_
     assert found[0] != found[1]
     assert "megatron-rl: 2 dry runs, 1 of 1 layouts; fastest so far" in capsys.readouterr().err
     assert load_config(tmp_path / "1.yaml").model.path == "models/Qwen3-30B-A3B"
+
+
+def test_ctrl_c_prints_the_layouts_that_were_measured(own_cache, dry_runs, monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    calls, measure = [], DryRuns.run
+
+    def run(self, probes):
+        calls.append(len(probes))
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)  # as the terminal does
+        measure(dry_runs, probes)
+        self.done |= {probe: dry_runs.done[probe] for probe in probes}
+        return len(probes)
+
+    monkeypatch.setattr(DryRuns, "run", run)
+    fixed = ("parallel.context=1", "rollout.tensor=1", "trainer.recompute=full", *SHORT)
+    text = plan_command._plan(cli._parse(["plan", SMALL, "--devices", "8", *fixed]))
+    assert "interrupted: what was measured so far follows" in capsys.readouterr().err
+    assert len(calls) == 3 and re.search(r"(?m)^ *1 .*\|", text)
+    assert signal.getsignal(signal.SIGINT) is before
+    calls.clear()
+    monkeypatch.setattr(DryRuns, "run", lambda self, probes: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(ConfigError, match="interrupted before a layout that fits was measured"):
+        plan_command._plan(cli._parse(["plan", SMALL, "--devices", "8", *fixed]))
+
+
+def test_layouts_that_nearly_fill_a_device_come_last(result):
+    slowest = result.options[-1]
+    full = replace(result.options[0], memory={"train": 78.9 / 79.1})
+    assert sorted([full, slowest], key=type(full).order) == [slowest, full]

@@ -22,8 +22,10 @@ from megatron_rl.apps.report.build import (
     render_page,
 )
 from megatron_rl.apps.report.pictures import draw_pictures
+from megatron_rl.apps.report.responses import RESPONSES, SHARE, STEPS, build_responses
 from megatron_rl.apps.report.runs import find_runs, group_runs
 from megatron_rl.cli import main
+from megatron_rl.runs.rollouts import read_rollouts
 from tests.made_runs import HOSTILE, make_run
 
 SETTINGS = {
@@ -202,3 +204,21 @@ def test_curves_have_rewards_by_turns_of_all_runs():
     ]  # fmt: skip
     assert _curves(runs)["reward_by_turns/1"] == "Reward of conversations of 1 turn"
     assert _curves(runs)["reward_by_turns/2"] == "Reward of conversations of 2 turns"
+
+
+def test_responses_of_first_and_last_steps_are_in_the_page_within_its_limit(grid, tmp_path):
+    run = make_run(tmp_path / "run", steps=5, traced=2, turns=3)
+    runs = find_runs([run])
+    (shown,) = build_responses(runs, megabytes=4.0, order=[0])
+    assert [one["step"] for one in shown["steps"]] == [1, 2, 3, 4, 5]
+    rows = read_rollouts(run, 5)
+    last = shown["steps"][-1]["rows"]
+    assert [row["reward"] for row in last] == sorted(row["reward"] for row in rows)[:RESPONSES]
+    assert last[0]["response"].startswith("assistant: ")  # every message of a conversation
+    size = len(json.dumps(last).encode())
+    (few,) = build_responses(runs, megabytes=2.5 * size / SHARE / 1e6, order=[0])
+    assert [one["step"] for one in few["steps"]][:: len(few["steps"]) - 1] == [1, 5]
+    assert build_responses(runs, megabytes=0.0, order=[0]) == []
+    many = find_runs([grid])  # runs share the steps that are read
+    of_many = build_responses(many, megabytes=4.0, order=range(len(many)))
+    assert len(of_many) == 5 and sum(len(one["steps"]) for one in of_many) <= STEPS
