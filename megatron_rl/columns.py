@@ -25,7 +25,7 @@ Unit = Literal["token", "sampled", "kept", "position", "turn", "response", "grou
 class Column:
     """A value, who determines and holds it, and where it goes.
 
-    Values of tokens and positions are arrays of a `Response`; those of turns, responses and groups
+    Values of tokens and positions are arrays of a `Response`; values of turns, responses and groups
     are fields of `PromptGroup`, which every rank has. A response that is cut, filtered out or
     trained again keeps its arrays as they are. A response that continues gets the engine's arrays
     over all of its tokens; those of the trainer continue with the new tokens (`by`).
@@ -72,5 +72,5 @@ _NAMES = {column.name for column in ARRAYS}
 
 
 def array_columns(further: Iterable[str] = ()) -> tuple[Column, ...]:
-    """Return the columns that are arrays of responses: the table's, and those of other names."""
+    """Return the columns that are arrays of responses: the table's, and further names."""
     return (*ARRAYS, *(Column(name, optional=True) for name in sorted({*further} - _NAMES)))

@@ -60,7 +60,7 @@ class SamplingSettings:
 
 
 def sampled_ranges(observed: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return (first, end) of each turn of the policy among `count` tokens, from those observed."""
+    """Return (first, end) of each turn of the policy among `count` tokens."""
     bounds = [0, *(bound for one in observed for bound in one), count]
     return list(zip(bounds[::2], bounds[1::2], strict=True))
 
@@ -303,7 +303,7 @@ class ReferenceHead:
 
 @dataclass(frozen=True)
 class ReferenceTop:
-    """The reference's K likeliest tokens at n response tokens, and all others as one bucket."""
+    """The reference's K likeliest tokens at n response tokens, and the rest as one bucket."""
 
     ids: Tensor  # [n, K] int64
     logprobs: Tensor  # [n, K] float32
@@ -412,7 +412,7 @@ class TokenBatch:
         return tuple(map(len, self.parts))
 
     def advantages_per_token(self) -> Tensor:
-        """Return the advantages of turns, or else those of responses, at their positions; [T]."""
+        """Return the advantages of turns, or else of responses, at their positions; [T]."""
         import torch
 
         if self.turn_advantages is not None:

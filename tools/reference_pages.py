@@ -103,7 +103,8 @@ def _rows(prefix: str, section: type[Section]) -> list[str]:
         text = " ".join(field.description.split())
         rows.append(f"- `{prefix}{name}{_default(field)}: {text}")
         is_named = get_origin(field.annotation) is dict  # its text lists what each has
-        if inner is not None and not is_named:
+        has_a_part = inner in map(_section_of, Config.model_fields.values())
+        if inner is not None and not is_named and not has_a_part:
             rows += _rows(f"{prefix}{name}.", inner)
     return rows
 

@@ -159,7 +159,8 @@ def load_options(optimizer: MegatronOptimizer, stored: Mapping[Any, Any]) -> Non
     """Set the options of all parameter groups, among them the step counts, to the stored ones.
 
     stored: the optimizer's entry of a loaded checkpoint, by chained optimizers or of a single one.
-    A group gets the options of the one with the same multipliers, of experts or not.
+    A parameter group gets the options of the stored group with the same multipliers and kind
+    (experts or not).
     """
     groups = list(_stored_groups(stored))
     alike = {_multipliers(group): group for group in groups}
@@ -297,11 +298,11 @@ def save_checkpoint(
     updates: int = 0,
     adapters: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a complete checkpoint folder, replacing one of the same name. Collective.
+    """Write a complete checkpoint folder, replacing a folder of the same name. Collective.
 
     Every rank writes its slice of the optimizer and a share of the weights of its data-parallel
     group. Without an optimizer only weights are written.
-    writer: the one of earlier saves of this model, whose agreements it uses again.
+    writer: the writer of this model's earlier saves, whose agreements between ranks are reused.
     adapters: description of the adapters, which are then saved instead of the model.
     """
     folder = Path(folder)

@@ -48,7 +48,7 @@ class ValueModel(PolicyModel):
             self.output_layer = head  # the name under which Megatron saves it
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze or train all weights but the head's, which is trained beside adapters, too."""
+        """Freeze or train all weights but the head's, which is trained next to adapters, too."""
         super().requires_grad_(requires_grad)
         if self.post_process:
             self.output_layer.requires_grad_(True)

@@ -221,7 +221,7 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return all tensors with their places in the global ones, cut by key heads."""
+        """Return all tensors with their places in the global tensors, cut by key heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         own = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         own |= {"conv1d.weight": self.conv1d.weight, "norm.weight": self.norm.weight}

@@ -2,7 +2,8 @@
 
 A gloo group connects every pair of its ranks, and Megatron has about twenty groups. On CUDA only
 the group of all ranks has gloo in addition to NCCL, for objects and tensors on the host. Megatron's
-groups have NCCL alone. On the CPU all of them are gloo groups, and those of the same ranks are one.
+groups have NCCL alone. On the CPU all groups are gloo groups, and groups of the same ranks are one
+group.
 """
 
 import contextlib
@@ -104,7 +105,7 @@ def _wait_for_all(
 
 
 def join_sides(*, engine_ranks: int, timeout: timedelta, patience: float) -> Link:
-    """Make the last `engine_ranks` ranks a world of their own and the others another; link both.
+    """Split the ranks into two worlds, the last `engine_ranks` ranks and the rest, and link both.
 
     Returns the link, once all ranks are here. Afterwards torch's default group is that of this
     rank's side. patience: see `Link`.

@@ -149,7 +149,7 @@ def initial_a(lora: LoraSection, *, seed: int, inputs: int, name: str) -> Tensor
 def adapted_weights(
     chunks: Sequence[Module], lora: LoraSection, *, seed: int, updates: int
 ) -> dict[str, LocalWeight]:
-    """Return the model's parameters by name, those with an adapter as sums with its product.
+    """Return the model's parameters by name; a parameter with an adapter is W + scale * B A.
 
     updates: number of optimizer updates so far; the rounding to bfloat16 depends on it.
     """

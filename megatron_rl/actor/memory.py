@@ -1,7 +1,7 @@
 """Offloading of gradients and optimizer state while the engine generates.
 
-Megatron-core's own `offload_to_cpu` also moves the parameters that the optimizer updates; those of
-a float32 model are views of the model's parameters and would be restored as separate copies.
+Megatron-core's own `offload_to_cpu` also moves the parameters that the optimizer updates; in a
+float32 model they are views of the model's parameters and would be restored as separate copies.
 """
 
 from __future__ import annotations

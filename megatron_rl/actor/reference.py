@@ -27,7 +27,7 @@ PIECE = 64 << 20  # bytes of a parameter that are exchanged at once
 
 
 class FrozenModel(ScoringModel):
-    """A reference of another shape than the policy: chunks of its own, under the same layout.
+    """A reference whose shape differs from the policy's, as separate chunks under the same layout.
 
     Its weights are on the device only while it scores, and else in page-locked memory of the host.
     """
@@ -268,7 +268,7 @@ class KeptWeights:
         return [p.detach() for chunk in chunks for p in chunk.parameters() if p.requires_grad]
 
     def keep(self) -> None:
-        """Copy the present weights over those of an earlier call."""
+        """Copy the present weights over the weights that an earlier call kept."""
         trained = self._trained()
         if not self._copies:
             on_cuda = self.actor.topology.device.type == "cuda"
@@ -293,7 +293,7 @@ class KeptWeights:
 
 
 def exchange(active: Sequence[Tensor], inactive: Sequence[Tensor]) -> None:
-    """Exchange the values of parameters with those of tensors on the host."""
+    """Exchange the values of parameters with the values of tensors on the host."""
     pairs = [
         pair
         for one, other in zip(active, inactive, strict=True)
@@ -317,7 +317,7 @@ def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def swap_through_streams(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchange tensors on the device with page-locked ones on the host, without a wait of the host.
+    """Exchange tensors on the device with page-locked tensors on the host; the host does not wait.
 
     Both directions of the link are used at the same time: while one pair's values go down, the next
     pair's come up. Later work of the current stream runs after all copies.

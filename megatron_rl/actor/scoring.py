@@ -95,7 +95,7 @@ class ScoringModel:
         routing: Routing = "default",
         top_k: int | None = None,
     ) -> list[ReferenceHead | ReferenceTop] | None:
-        """Compute the head's inputs of each pack, on the last stage; None on others.
+        """Compute the head's inputs of each pack, on the last stage; None on other stages.
 
         Hidden states are moved to the host. The weight is a copy. With `top_k`, the likeliest
         tokens instead, on the host.

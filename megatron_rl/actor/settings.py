@@ -1,4 +1,4 @@
-"""Settings of the actor: sections of the config, and what the run derives from others."""
+"""Settings of the actor: sections of the config, and values derived from other sections."""
 
 from dataclasses import dataclass, field
 from typing import Literal

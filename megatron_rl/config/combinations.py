@@ -1,4 +1,4 @@
-"""The features of a run, each with those that it refuses.
+"""The features of a run, each with the features that it refuses.
 
 A feature owns its row. A pair is refused, with the reason, where both features are on; everything
 else may be combined. The page of settings prints the table, and the tests try every pair.

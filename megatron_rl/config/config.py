@@ -344,7 +344,7 @@ class Config(Section):
 
     @property
     def conversation_files(self) -> set[str]:
-        """Config keys of the files with conversations for `sft`; all others have prompts."""
+        """Config keys of the files with conversations for `sft`; other files have prompts."""
         return {*self.training, *self.validation_files} if self.sft is not None else set()
 
     @property

@@ -250,7 +250,8 @@ ANCHOR = re.compile(r"[^#]*:\s*&")
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Load a YAML file and apply `key.path=value` overrides.
 
-    Raises ConfigError listing every invalid key and value, those of the file with their lines.
+    Raises ConfigError listing every invalid key and value; keys of the file have their line
+    numbers.
     """
     values = read_config_values(path)
     for override in overrides or []:

@@ -1,4 +1,4 @@
-"""Answers to the settings and the commands of those who come from verl or TRL."""
+"""Answers to settings and commands of users who come from verl or TRL."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

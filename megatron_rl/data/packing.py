@@ -109,8 +109,8 @@ def assign_packs(
     """Assign sequences to packs: `[rank][micro-batch]` -> indices, longest first.
 
     lengths: padded. The fewest micro-batches for which no pack exceeds the budget (a sequence that
-    alone exceeds it gets a pack of its own size), a multiple of `multiple`. weights: what is
-    balanced, by default the lengths. Deterministic.
+    alone exceeds it gets a pack of its own size), a multiple of `multiple`.
+    weights: costs that are balanced over packs, by default the lengths. Deterministic.
     """
     budget = max([budget, *lengths])
     least = max(1, -(-sum(lengths) // (ranks * budget)))

@@ -59,7 +59,7 @@ class Node:
         return self.stop - self.first
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it, each before those below it."""
+        """Yield this node and all its descendants, each node before its descendants."""
         yield self
         for child in self.children:
             yield from child.walk()
@@ -91,7 +91,7 @@ def build_tree(paths: Sequence[Path], *, is_worth: Callable[[Node], bool]) -> No
 
 
 def list_segments(root: Node, paths: Sequence[Path]) -> list[Segment]:
-    """Return all nodes, each after the one that it continues.
+    """Return all nodes, each after the node that it continues.
 
     The segments of a response follow one another in the order of its decisions.
     """

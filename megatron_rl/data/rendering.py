@@ -190,9 +190,9 @@ class TurnRenderer:
     ) -> list[int]:
         """Return the tokens that the template puts after a turn of a conversation.
 
-        tools: those of the prompt, which some templates write late.
-        With the template `raw` these are the tokens of the observation's text alone. Raises
-        UserError if the template refuses the messages, or leaves out a role or the turn before.
+        tools: the prompt's tools, which some templates write late. With the template `raw` these
+        are the tokens of the observation's text alone. Raises UserError if the template refuses the
+        messages, or leaves out a role or the turn before.
         """
         if self.template == "raw":
             text = "\n\n".join(message["content"] for message in observation)
@@ -204,7 +204,7 @@ class TurnRenderer:
     def begin(
         self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()
     ) -> list[int]:
-        """Return the tokens of messages that replace a conversation, as those of a prompt.
+        """Return the tokens of messages that replace a conversation, rendered like a prompt.
 
         Raises UserError if the template refuses them or writes nothing.
         """

@@ -117,7 +117,7 @@ def read_rows(
     conversations: bool = False,
     setting: str = "data.columns",
 ) -> Iterator[tuple[int, PlainRow]]:
-    """Each row with its number in the file, from 0; for one that is no row, what is wrong with it.
+    """Each row with its number in the file, from 0; an invalid row is replaced by its problem.
 
     conversations: rows end with the assistant's answer, and need no ground truth.
     setting: what has the columns, for errors.

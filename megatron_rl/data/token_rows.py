@@ -47,7 +47,7 @@ class Delivery:
     targets: Sequence[Collection[int]]  # [N]
 
     def send(self, rows: Sequence[Row], dtype: str) -> list[Row]:
-        """Return `rows` with those that other ranks have sent to this one; collective.
+        """Return `rows` with the rows that other ranks have sent to this rank; collective.
 
         dtype: of all rows. What is neither sent nor received stays as it is.
         """
@@ -187,7 +187,7 @@ def _decode(letters: Row) -> dict[str, Any]:
 
 
 def fetch_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[Rollout]:
-    """Return rollouts, with all arrays of those whose indices this rank needs.
+    """Return rollouts; the rollouts at the indices that this rank needs have all arrays.
 
     Collective, unless every rank has all arrays.
     """
@@ -199,7 +199,7 @@ def fetch_tokens(rollouts: Sequence[Rollout], needed: Collection[int]) -> list[R
 
 
 def fetch_responses(responses: Sequence[Response], needed: Collection[int]) -> list[Response]:
-    """Return responses, with all arrays of those whose indices this rank needs; as above."""
+    """Return responses; the responses at the indices that this rank needs have all arrays."""
     brought, owners = list(responses), [response.owner for response in responses]
     if max(owners, default=-1) < 0:
         return brought
@@ -232,7 +232,7 @@ def send_rows(
 def find_targets(
     wanted: Sequence[Sequence[int]], *, owners: Sequence[int], at_writer: bool = True
 ) -> list[list[int]]:
-    """Find the ranks that receive each row: those that need it and lack it.
+    """Find the ranks that receive each row: the ranks that need the row and lack it.
 
     wanted: the rows that each rank needs. at_writer: whether rank 0 has every row.
     """

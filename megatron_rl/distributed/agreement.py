@@ -94,7 +94,7 @@ def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
 def sum_over_ranks(
     number: int, *, doing: str, time_limit: float | None = None, link: Link | None = None
 ) -> int:
-    """Return the sum of `number` over all ranks, with a link of both its sides; collective.
+    """Return the sum of `number` over all ranks, of both sides of a link; collective.
 
     Raises RankTimeoutError if another rank dies, or naming those that do not join within
     `time_limit` seconds, as far as the store knows them.
@@ -205,7 +205,8 @@ def gather_from_ranks(value: Any, *, link: Link | None = None) -> list[Any]:
 
 
 def cores_of_rank() -> int:
-    """Return the CPU cores of this rank, its part of those that it shares. Collective."""
+    """Return the number of CPU cores of this rank, counting its part of shared cores.
+    Collective."""
     own, here = own_cores(), machine()
     of_all = gather_from_ranks((here, sorted(own)))
     return share_of_cores(own, [cores for where, cores in of_all if where == here])

@@ -585,7 +585,7 @@ def attend_fused(
 def with_sink(
     query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put a key before all others whose score is the sink and whose value is 0.
+    """Put a key whose score is the sink and whose value is 0 before all other keys.
 
     The score comes from one more dimension of each head: sink / scale in queries, 1 in the new key,
     0 in the others. Kernels need sizes that are multiples of 8, so seven zeros follow.

@@ -259,7 +259,7 @@ class SequenceLayout:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Sequences with the same number of ancestors, those without any first."""
+        """Sequences by their number of ancestors, sequences without ancestors first."""
         numbers: list[int] = []
         for parent in self.parents or (-1,) * len(self.lengths):
             numbers.append(numbers[parent] + 1 if parent >= 0 else 0)
@@ -307,7 +307,7 @@ class SequenceLayout:
     def is_used(self) -> Tensor:
         """True up to the last valid decision of each sequence; the rest is padding; [t] bool.
 
-        Where sequences continue others, all tokens that are not padding.
+        Where sequences continue other sequences, True for all tokens that are not padding.
         """
         if self.parents:
             return self.offsets < self._to_device(torch.tensor(self.used))[self.sequence_ids]

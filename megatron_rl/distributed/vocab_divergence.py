@@ -188,7 +188,7 @@ def top_tokens(
     """Find the likeliest tokens of a model at each position, and their log-probs.
 
     hidden [n, h], identical on every rank of the shard's group; weight [v, h], this rank's rows.
-    Identical on every rank. Raises ValueError if `top_k` leaves no token for the others.
+    Identical on every rank. Raises ValueError if `top_k` leaves no token outside the K.
     """
     if top_k >= shard.vocab_size:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Conversations on one engine: environments answer the policy's turns while others are generated.
+"""Conversations on one engine: environments answer turns while further turns are generated.
 
-A turn that has ended is continued by a new request whose prompt is everything so far and the
+After a turn and its answer a new request follows, whose prompt is everything so far and the
 observation. Nothing is tokenized again, and vLLM's prefix cache has the keys and values of all full
 blocks. All ranks of an engine continue the same conversations at the same step: its first rank has
 the environments, and broadcasts their answers.

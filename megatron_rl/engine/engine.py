@@ -49,9 +49,9 @@ class RolloutWindow:
 class ConversationSettings:
     """Environments and limits of conversations.
 
-    pool: on the first rank of each engine, None on the others. in_rounds: continue all
-    conversations together once every turn is answered, so that batches, and with them rounding on
-    a device, do not depend on the speed of the environments. journals: folder of `record`.
+    pool: on the first rank of each engine, None on its other ranks. in_rounds: continue all
+    conversations together once every turn is answered, so that batches, and with them rounding on a
+    device, do not depend on the speed of the environments. journals: folder of `record`.
     """
 
     pool: EnvironmentPool | None
@@ -62,7 +62,7 @@ class ConversationSettings:
     journals: Path | None = None
 
     def record(self, name: str) -> None:
-        """Record answers in the journal `name` from now on, and take from it those that it has."""
+        """Record answers in the journal `name` from now on, and reuse the answers that it has."""
         if self.pool is not None and self.journals is not None:
             self.pool.use_journal(self.journals / name)
 

@@ -1,4 +1,4 @@
-"""vLLM arguments: checks of those in `rollout.engine`, and the choice of the model runner."""
+"""vLLM arguments: checks of `rollout.engine`, and the choice of the model runner."""
 
 import difflib
 from collections.abc import Mapping

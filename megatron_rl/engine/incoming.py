@@ -97,7 +97,8 @@ def parameters_as_expected(
 def has_plain_experts(model: torch.nn.Module) -> bool:
     """Return whether vLLM's kernels use all experts in the order in which they are loaded.
 
-    Triton's do; others swap or interleave their rows (vllm's fused_moe/oracle/unquantized.py).
+    Triton's kernels do; other kernels swap or interleave rows (vllm's
+    fused_moe/oracle/unquantized.py).
     """
     experts = [module for module in model.modules() if hasattr(module, "w13_weight")]
     methods = [getattr(module, "quant_method", None) for module in experts]

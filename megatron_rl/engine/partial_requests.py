@@ -227,7 +227,8 @@ def fetch_started(
 ) -> list[Assigned]:
     """Assign requests as below, with the tokens that each continues on this rank; collective.
 
-    A paused request has its tokens. After a restart others may be on a rank of another engine.
+    A paused request has its tokens. After a restart the tokens of other requests may be on a rank
+    of another engine.
     """
 
     def bring(part: RolloutWindow) -> RolloutWindow:

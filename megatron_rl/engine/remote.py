@@ -17,7 +17,7 @@ from megatron_rl.types import Prompt, Response, Rollout, SamplingSettings
 
 
 def share_rollouts(rollouts: list[Rollout] | None) -> list[Rollout]:
-    """Share what the first trainer has received; the others get no tokens. Collective.
+    """Share what the first trainer has received; the other trainers get no tokens. Collective.
 
     Afterwards it owns all responses (`types.Response.owner`).
     """

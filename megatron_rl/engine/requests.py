@@ -192,8 +192,8 @@ class FinishedResponses:
     def show(self) -> None:
         """Report progress, with the tokens of unfinished requests as they were within a second.
 
-        Until a quarter is finished, others are expected to be as long as possible: the first ones
-        to end are short.
+        Until a quarter of the requests is finished, unfinished requests are expected to reach the
+        maximum length, because short responses end first.
         """
         if self.on_progress is None:
             return

@@ -35,7 +35,7 @@ def find_stop_rule(
     token_ids: Sequence[int] = (),
     texts: Sequence[str] = (),
 ) -> StopCriterion:
-    """Collect the stop tokens of a model and add those given.
+    """Collect the stop tokens of a model and add the given tokens.
 
     Reads `eos_token_id` from generation_config.json, config.json and the tokenizer: chat models
     often name the end-of-turn token in only one of them, and a response would then never stop.

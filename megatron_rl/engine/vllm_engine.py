@@ -216,7 +216,8 @@ class VllmEngine:
 
         Each sample's seed is derived from (sampling.seed, prompt, sample): responses do not depend
         on the layout or on other requests in the batch. Raises ValueError if a prompt does not fit.
-        If an engine fails or times out, its ranks raise that error and others RuntimeError.
+        If an engine fails or times out, its ranks raise that error, and the ranks of other engines
+        raise RuntimeError.
         """
         settings = sampling_per_prompt(sampling, count=len(prompts))
         masks = None
@@ -325,7 +326,7 @@ class VllmEngine:
         return resharder.push(actor, version=version)
 
     def check_idle(self) -> None:
-        """Raise RuntimeError while requests run; paused ones continue with the new weights."""
+        """Raise RuntimeError while requests run; paused requests continue with the new weights."""
         if self._partial.is_running:
             raise RuntimeError("the engine is generating; sync weights between calls")
 
@@ -366,7 +367,7 @@ class VllmEngine:
         return time.perf_counter() - start
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
-        """Return vLLM's own parameters; None if it computes with others (CPU, latent attention)."""
+        """Return vLLM's own parameters; None if it computes with copies (CPU, latent attention)."""
         if self.topology.device.type != "cuda" or self.shape.latent:
             return None
         expected = self.layout.parameter_shapes(self.shape, rank=self._layout_rank)

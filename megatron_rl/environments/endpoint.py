@@ -59,7 +59,7 @@ _OVER = error_reply(410, "the conversation is over: it reached a limit of the ru
 
 
 @dataclass(frozen=True)
-class Turn:
+class ServedTurn:
     """A turn of the policy, with the tokens before it; without tokens if they are unknown."""
 
     text: str
@@ -68,7 +68,7 @@ class Turn:
     number: int  # from 0
 
     def message(self, calls: Sequence[ToolCall]) -> Message:
-        """Build the message of an assistant: valid calls apart, and all others in its text."""
+        """Build an assistant's message: valid calls as `tool_calls`, invalid calls in its text."""
         valid = [call for call in calls if not call.problem]
         if not valid:
             return {"role": "assistant", "content": self.text}
@@ -189,7 +189,7 @@ class Session:
         return request
 
     def receive(self, tokens: TurnTokens | None) -> None:
-        """Take the tokens of the next turn, and those before it; None: they are unknown."""
+        """Take the tokens of the next turn, and the tokens before it; None: they are unknown."""
         self._tokens = tokens
         if tokens is not None:
             self.token_ids = [*([] if tokens.restarts else self.token_ids), *tokens.context]
@@ -198,7 +198,7 @@ class Session:
         """Answer the request that waits with a turn of the policy."""
         assert self._last is not None and not self._last.reply.done(), "a request comes first"
         body, is_chat = self._last.body, self._last.is_chat
-        made = Turn(text, list(self.token_ids), self._tokens, self._turns)
+        made = ServedTurn(text, list(self.token_ids), self._tokens, self._turns)
         self._turns += 1
         self.token_ids += self._tokens.sampled if self._tokens is not None else []
         in_thinking = self._tokens is not None and self._tokens.in_thinking
@@ -213,7 +213,7 @@ class Session:
         self._last.reply.set_result((200, reply))
 
     def close(self) -> None:
-        """Refuse the request that waits, and further ones: the conversation is over."""
+        """Refuse the waiting request and all later requests: the conversation is over."""
         self._is_closed = True
         if self._last is not None and not self._last.reply.done():
             self._last.reply.set_result(_OVER)

@@ -52,9 +52,9 @@ class TurnTokens:
     """The tokens of a turn of the policy, for environments that take them.
 
     context: the tokens before it that are of no earlier turn: the prompt, later an observation.
-    sampled, logprobs: those of the turn. is_complete: False if it was cut at its limit. restarts:
-    the context replaces everything before it. in_thinking: the context ends with the mark that
-    begins thinking, so that the turn is thinking up to its end mark.
+    sampled, logprobs: the turn's tokens and their log-probs. is_complete: False if it was cut at
+    its limit. restarts: the context replaces everything before it. in_thinking: the context ends
+    with the mark that begins thinking, so that the turn is thinking up to its end mark.
     """
 
     context: list[int]

@@ -1,7 +1,7 @@
 """Environments in worker processes, one for each conversation, with a time limit for each call.
 
 What a model writes can make a tool run for hours, use all memory or end its process. That is a
-failure of its own conversation; no other one is delayed, repeated or changed.
+failure of its own conversation; no other conversation is delayed, repeated or changed.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class EnvironmentPool(Workers):
         return tools
 
     def use_journal(self, folder: Path | None) -> None:
-        """Record results in a folder from now on, and take those that it has; None: stop."""
+        """Record results in a folder from now on, and reuse the results that it has; None: stop."""
         if folder != self._journal:
             self._journal = folder
             self.write({"journal": None if folder is None else str(folder.resolve())})

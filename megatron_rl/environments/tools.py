@@ -77,7 +77,7 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-        """Check the arguments and call the function; raises ValidationError for wrong ones."""
+        """Check the arguments and call the function; raises ValidationError for wrong arguments."""
         checked = self._arguments.model_validate(dict(arguments))
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
         value = self.function(**values, **({"row": row} if self._wants_row else {}))

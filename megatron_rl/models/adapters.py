@@ -58,7 +58,7 @@ def target_problems(shape: ModelShape, targets: Collection[str]) -> list[str]:
 
 
 def are_in_experts_only(shape: ModelShape, targets: Collection[str]) -> bool:
-    """Return True if no other linear than those of experts has an adapter."""
+    """Return True if only linears of experts have adapters."""
     return all(weight.part == "expert" for weight, *_ in adapted_linears(shape, targets))
 
 

@@ -1,4 +1,4 @@
-"""The keys of a config.json: defaults, the ones that are read, rotary scaling, and refusals.
+"""The keys of a config.json: defaults, keys that are read, rotary scaling, and refusals.
 
 A key that changes the computation and that nothing here reads would make another model of the same
 weights, in the actor or in vLLM, which has keys of its own (`is_causal`, `logit_scale`,
@@ -213,6 +213,10 @@ def shape_problems(shape: Any) -> list[str]:
         for key, value in numbers.items()
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
     ]
+    if not isinstance(shape.tied_embeddings, bool):
+        problems.append(
+            f"tie_word_embeddings is {shape.tied_embeddings!r}; it must be true or false"
+        )
     if problems:
         return problems
     if shape.num_attention_heads % shape.num_query_groups:

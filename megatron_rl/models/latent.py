@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.models.config_keys import RotaryScaling
-from megatron_rl.models.weights import Option, Size, Weight
+from megatron_rl.models.weights import OptionalWeights, Size, Weight
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ _WITHOUT_QUERY_LATENT = (
         _SELF + "q_proj.weight",
     ),
 )  # fmt: skip
-QUERY_LATENT = Option("q_lora_rank", _WITH_QUERY_LATENT, _WITHOUT_QUERY_LATENT)
+QUERY_LATENT = OptionalWeights("q_lora_rank", _WITH_QUERY_LATENT, _WITHOUT_QUERY_LATENT)
 LATENT_ATTENTION = (
     Weight(
         "layer", "replicated", ("hidden",),

@@ -57,8 +57,8 @@ BEST_OF_GROUP = 2
 class ExpertShape:
     """The mixture of experts that replaces the MLP of every layer from `first_layer` on.
 
-    scale: factor of the chosen experts' weights. A token's experts are those of `chosen_groups` of
-    the `groups` into which the experts are divided.
+    scale: factor of the chosen experts' weights. The experts are divided into `groups`, and a
+    token's experts come from `chosen_groups` of them.
     """
 
     num_experts: int
@@ -326,7 +326,7 @@ _OF_WRAPPER = ("text_config", "vision_config", "architectures", "model_type")
 def text_model(config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return the config.json of the text model, and the class that wraps it with a vision tower.
 
-    A config.json of a text model is returned with None; without `architectures` it gets the one
+    A config.json of a text model is returned with None; without `architectures` it gets the class
     that transformers takes for its model_type. Embeddings are tied as the wrapper's own key says,
     as in transformers.
     """
@@ -418,7 +418,7 @@ def build_shape(config: dict[str, Any]) -> ModelShape:
         rotary_base=read_rotary_base(config),
         rotary_scaling=scaling,
         norm_epsilon=config["rms_norm_eps"],
-        tied_embeddings=bool(config["tie_word_embeddings"]),
+        tied_embeddings=config["tie_word_embeddings"],
         experts=read_experts(config, architecture) if architecture.mixture_of_experts else None,
         sliding_window=config["sliding_window"] if has_window else None,
         local_layers=pattern.read(config) if pattern else None,

@@ -37,7 +37,7 @@ _TEXT, _IN_WRAPPER = "model.", "model.language_model."
 
 
 class Stored(NamedTuple):
-    """Where a file has a weight: the tensor and, if it is one of experts, which part of that.
+    """A weight's place in a file: the tensor and, for stacked experts, the part of that tensor.
 
     first: row of the expert's matrix. transposed: the matrix is [in, out].
     """

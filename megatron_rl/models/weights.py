@@ -326,7 +326,7 @@ SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # keys 
 
 
 @dataclass(frozen=True)
-class Option:
+class OptionalWeights:
     """A key of config.json that decides which weights a model has; unset, null and 0 are false."""
 
     key: str
@@ -356,7 +356,7 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     traits: Traits = LIKE_LLAMA
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    options: tuple[Option, ...] = ()
+    options: tuple[OptionalWeights, ...] = ()
     latent_attention: bool = False
     wrapper: str | None = None
 

@@ -1,7 +1,7 @@
 """Named objectives, each a frozen choice on the axes, with its source; needs no torch.
 
-`EXPERIMENTAL` has those that were not checked against the original paper or code; they are used by
-name like the others. `choose_objective` turns the name and overrides of a config into a
+`EXPERIMENTAL` has the objectives that were not checked against the original paper or code; they are
+used by name like all objectives. `choose_objective` turns the name and overrides of a config into a
 specification.
 """
 

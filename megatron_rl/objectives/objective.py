@@ -249,8 +249,8 @@ def token_denominator(
 ) -> Tensor | float:
     """Compute the divisor of each token's term (the aggregation axis); [t] or a number.
 
-    Denominators are those of the whole minibatch, over data-parallel ranks and micro-batches, so
-    that terms are only added afterwards. N counts responses with at least one valid decision.
+    Denominators cover the whole minibatch, over data-parallel ranks and micro-batches, so that
+    terms are only added afterwards. N counts responses with at least one valid decision.
     """
     match spec.aggregation:
         case "response_mean":  # 1/N sum_i 1/L_i sum_t; L counts rejected decisions too

@@ -201,8 +201,8 @@ class Truncate(Bounds):
 class TvFilter(Checked):
     """Reject tokens that increase a response's total variation above `threshold`.
 
-    TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold, tokens with
-    A (rho_t - 1) > 0 are rejected and the others keep their weight.
+    TV_i = 1 / (2 L) * sum_t |rho_t - 1|; in a response above the threshold, tokens with A (rho_t -
+    1) > 0 are rejected and all other tokens keep their weight.
     """
 
     threshold: NotNegative

@@ -528,7 +528,7 @@ def histogram_bin(log_w: Tensor) -> Tensor:
     """Compute the bin of each log-weight from its exponent and two bits of the mantissa; [b].
 
     Bins are symmetric around 0. Values below 2^SMALLEST_EXPONENT fall into the middle bin,
-    non-finite ones into the outermost bins.
+    non-finite values into the outermost bins.
     """
     bits = log_w.float().view(torch.int32)
     steps = ((bits & 0x7FFFFFFF) >> (MANTISSA_BITS - 2)) - (SMALLEST_STEP - 1)

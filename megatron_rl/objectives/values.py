@@ -35,7 +35,7 @@ class GaeSettings:
 
     @classmethod
     def of(cls, section: object) -> GaeSettings:
-        """Return the settings of a config's section, which has them among others."""
+        """Return the value settings of a config's `critic` section."""
         return cls(**{one.name: getattr(section, one.name) for one in fields(cls)})
 
 

@@ -53,7 +53,7 @@ DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r")
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """Return the GGUF file that `path` is, or the one in a folder without config.json.
+    """Return the GGUF file that `path` is, or the GGUF file in a folder without config.json.
 
     None for any other path. Raises UserError if the folder has several.
     """

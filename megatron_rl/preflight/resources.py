@@ -137,7 +137,7 @@ def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str
 
 
 def export_bytes_per_parameter(folder: Path) -> float:
-    """Return the bytes of an exported parameter: dtypes are those of the model's files.
+    """Return the bytes of an exported parameter, which has the dtype of the model's files.
 
     Quantized weights are exported in two bytes. Without files it is the dtype in config.json.
     """

@@ -110,9 +110,9 @@ class ActorLayout:
 
 
 class PushTarget(Protocol):
-    """What a push plans for: which parts of the HF tensors each rank needs, and under which names.
+    """Target of a push: the parts of HF tensors that each rank needs, and their names.
 
-    Its ranks are those of the actor, or follow them.
+    Its ranks are the actor's ranks, or follow them.
     """
 
     @property
@@ -126,7 +126,7 @@ class PushTarget(Protocol):
         ...
 
     def shard_coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return what tells ranks with different parts apart; equal coordinates, equal parts."""
+        """Return the coordinates of a rank's parts: equal coordinates, equal parts."""
         ...
 
     def pieces(self, shape: ModelShape, *, rank: int) -> tuple[Piece, ...]:

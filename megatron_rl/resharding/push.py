@@ -2,7 +2,7 @@
 
 Frozen tensors are in float32 whatever the engine's dtype, and constant in a run. The exchange would
 round them. They are small, so the first push collects them on the host of every rank, and later
-ones only find out that none has changed.
+pushes only check that none has changed.
 """
 
 import time

@@ -110,8 +110,8 @@ class Path:
 class SenderTurn:
     """The paths of one slice, and the messages that each rank sends and receives for them.
 
-    messages: the number of messages that each rank sends or receives, [ranks]; one that it sends to
-    several counts once. receives: whether each rank receives the slice, [ranks].
+    messages: the number of messages that each rank sends or receives, [ranks]; a message to several
+    ranks counts once. receives: whether each rank receives the slice, [ranks].
     """
 
     def __init__(self, paths: Sequence[Path], world_size: int) -> None:
@@ -451,7 +451,7 @@ class Plan:
         return Loads(load, receives, involved, sent, int(inside.sum()), int(load.sum()) + 1)
 
     def steps(self) -> Iterator[PushStep]:
-        """Yield all steps in transfer order; those of several stages alternate."""
+        """Yield all steps in transfer order; steps of several pipeline stages alternate."""
         stages: dict[int, list[list[list[PushBlock]]]] = {}  # by stage, module and holder
         modules: dict[str, list[str]] = {}
         for name, pieces in self._needs.items():

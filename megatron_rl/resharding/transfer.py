@@ -243,7 +243,7 @@ class Ledger:
             self._actual[index : index + len(matrices)] = slice_checksums(matrices, self.dtype)
 
     def changed(self) -> list[str]:
-        """Return the sorted names of tensors that differ from those sent; waits for the device."""
+        """Return the sorted names of changed tensors; waits for the device."""
         differs = (self._expected != self._actual).tolist()
         changed = {
             names

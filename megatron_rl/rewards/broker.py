@@ -15,7 +15,7 @@ MOST_CALLS = 200  # of a process: limits what their leftovers add up to
 
 
 class Task(NamedTuple):
-    """An item to grade; is_alone: in a new process, because it failed with or after others."""
+    """An item to grade; is_alone: in a new process, because it failed with or after other items."""
 
     key: int
     item: list[str]

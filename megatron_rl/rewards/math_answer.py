@@ -33,7 +33,8 @@ _NAME_BEFORE_BOX = re.compile(r"(\\?[a-zA-Z]\w{0,9})\s*=[\s$]*\Z")
 _ANSWER_LINE = re.compile(
     # In many languages an adjective and a verb follow the noun: `réponse finale :`.
     r"(?:(?:answer(?:\s+is)?|(?:respuesta|réponse|antwort|resposta|risposta|ответ|答え|解答|정답|답"
-    r"|câu trả lời|الجواب)(?:[ \t]+[^\W\d_]{1,12}){0,3})(?:[ \t]*\([^\W\d_]{1,12}\))?"
+    r"|câu trả lời|الجواب|(?<!\w)(?:đáp án|odpowiedź|odpověď|răspuns|cevap|svar|antwoord|vastaus"
+    r"|jawaban|उत्तर))(?:[ \t]+[^\W\d_]{1,12}){0,3})(?:[ \t]*\([^\W\d_]{1,12}\))?"
     r"\W{0,3}?[:\uff1a]|答案\s*[:\uff1a是为]+)"
     r"[ \t*_]*+(?:\s*(?:\$\$|\\\[)[ \t]*\n)?(?P<line>\S[^\n]*|\s++[^\n]+)"
     r"|^[ \t]*####[ \t]*(?P<number>[-+$€£]{0,2}\d[\d,. /]*%?)[ \t\r]*$",

@@ -81,7 +81,7 @@ class VerifierPool(Workers):
         return grade_results
 
     def begin(self) -> "GradingSession":
-        """Begin to grade responses while others are generated; one session at a time."""
+        """Begin to grade responses while further responses are generated; one session at a time."""
         return GradingSession(self, on_error=self.settings.on_error)
 
     def verify_all(self, items: Sequence[Item]) -> list[GradeResult]:

@@ -29,14 +29,14 @@ from megatron_rl.types import Prompt, PromptSlot, Rollout, SamplingSettings
 
 
 class Request(NamedTuple):
-    """Request for responses to prompts of one step: in round 0 those of its slots."""
+    """Request for responses to prompts of one step; in round 0 to the prompts of its slots."""
 
     slots: Sequence[PromptSlot]  # of one step
     number: int  # the round; from 1 on with further prompts
     prompts: int  # at most as many as slots
 
 
-class Answers(NamedTuple):
+class GradedGroups(NamedTuple):
     """Graded rollouts of several requests, generated in one call."""
 
     groups: list[list[list[Rollout]]]  # for each request, the responses to each prompt
@@ -52,9 +52,9 @@ class Filled(NamedTuple):
 
 
 def is_informative(group: Sequence[Rollout], *, by_turn: bool = False) -> bool:
-    """True if the rewards of the group differ, apart from those of lost conversations.
+    """True if the rewards of the group differ, without lost conversations.
 
-    by_turn: or those of their turns, with 0 after the last one.
+    by_turn: or the rewards of their turns, with 0 after the last turn.
     """
     known = [one for one in group if one.response.finish_reason != "lost"]
     if not by_turn:
@@ -75,7 +75,7 @@ class DynamicSampling:
         self,
         parts: Sequence[Sequence[PromptSlot]],
         *,
-        ask: Callable[[Sequence[Request]], Answers],
+        ask: Callable[[Sequence[Request]], GradedGroups],
         spare: list[PromptSlot],
     ) -> list[Filled]:
         """Fill all slots of each part with a group, and spare slots with surplus groups.
@@ -88,7 +88,8 @@ class DynamicSampling:
         """
         groups, seconds = ask([Request(slots, 0, len(slots)) for slots in parts])
         searches = [
-            _Search(slots, first, self.by_turn) for slots, first in zip(parts, groups, strict=True)
+            _SlotFilling(slots, first, self.by_turn)
+            for slots, first in zip(parts, groups, strict=True)
         ]
         for number in range(1, self.rounds + 1):
             lacking = [one for one in searches if one.found < len(one.slots)]
@@ -109,7 +110,7 @@ class DynamicSampling:
         ]
 
     def _fill_part(
-        self, search: _Search, spare: list[PromptSlot]
+        self, search: _SlotFilling, spare: list[PromptSlot]
     ) -> list[tuple[Sequence[PromptSlot], list[list[Rollout]]]]:
         """Slots of a part with their groups, and spare slots with surplus groups."""
         waiting = iter(search.further)
@@ -144,7 +145,7 @@ class DynamicSampling:
 
 
 @dataclass
-class _Search:
+class _SlotFilling:
     """Groups of one part's slots, and informative ones of later rounds."""
 
     slots: Sequence[PromptSlot]
@@ -167,7 +168,7 @@ class _Search:
         return min(len(self.slots), math.ceil(lacking * self.generated / max(self.found, 1)))
 
     def add_groups(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """Keep informative groups; return the others."""
+        """Keep informative groups; return the remaining groups."""
         good = [group for group in groups if self.is_good(group)]
         self.further += good
         self.generated += len(groups)
@@ -232,7 +233,7 @@ class EngineSource(RolloutSource):
         self.grader.check(prompts=self.run.min_prompts_to_check)
         return filled
 
-    def answer(self, requests: Sequence[Request]) -> Answers:
+    def answer(self, requests: Sequence[Request]) -> GradedGroups:
         """Generate and grade responses to the prompts of all requests in one call.
 
         The seed depends on step and round, so each request gets the responses that it would get in
@@ -268,7 +269,7 @@ class EngineSource(RolloutSource):
             [list(itertools.islice(rollouts, size)) for _ in range(request.prompts)]
             for request in requests
         ]
-        return Answers(groups, tuple(self.engine.engine_seconds))
+        return GradedGroups(groups, tuple(self.engine.engine_seconds))
 
     def prompt_indices(self, request: Request) -> list[int]:
         """Return the prompts of the request's slots, or in later rounds as many further prompts.

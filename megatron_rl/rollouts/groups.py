@@ -159,10 +159,11 @@ def _advantages(
 
 
 def advantages_without(lost: Tensor, rewards: Tensor, settings: AdvantageSection) -> Tensor:
-    """Advantages whose means and standard deviations are those of the conversations not lost.
+    """Advantages with means and standard deviations over conversations that were not lost.
 
-    A lost one has advantage 0, and so has the only one left of a group, which has no baseline, with
-    the estimators that compare within a group. rewards, lost: [prompts, responses_per_prompt].
+    A lost conversation has advantage 0. So has the only conversation left of a group, if the
+    estimator compares within a group: it has no baseline.
+    rewards, lost: [prompts, responses_per_prompt].
     """
     if not lost.any():
         return compute_advantages(rewards, settings)

@@ -29,7 +29,7 @@ from megatron_rl.rollouts.engine_source import Filled, pack_filled
 from megatron_rl.rollouts.partial_rollouts import PartialRolloutSource, WindowSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
-from megatron_rl.telemetry.metrics import Interval, PhaseClock
+from megatron_rl.telemetry.metrics import PhaseClock, PhaseInterval
 from megatron_rl.types import Prompt, PromptGroup, PromptSlot, Rollout
 
 
@@ -40,7 +40,7 @@ class Generated(NamedTuple):
     parts: list[tuple[Sequence[PromptSlot], tuple[float, ...]]]
     costs: dict[str, float]  # of `EngineSource.pop_costs`
     seconds: float  # of generation
-    intervals: list[Interval]  # of the engines' first rank since the last result
+    intervals: list[PhaseInterval]  # of the engines' first rank since the last result
 
 
 @dataclass

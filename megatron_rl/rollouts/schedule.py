@@ -74,8 +74,9 @@ class ConstantLag(LagPolicy):
 class Schedule:
     """Step of generation of each slot's group, and the groups that a step trains.
 
-    groups: in a rollout batch. fresh: those that no step has trained before; the others are drawn
-    from groups that the last `capacity - 1` steps trained first. ValueError if that is impossible.
+    groups: in a rollout batch. fresh: groups that no step has trained before; the remaining groups
+    are drawn from groups that the last `capacity - 1` steps trained first. ValueError if that is
+    impossible.
     """
 
     policy: LagPolicy
@@ -122,7 +123,7 @@ class Schedule:
         return earliest - (earliest - 1) % self.sync_weights_every
 
     def due(self, step: int, *, ahead: int = 0) -> list[PromptSlot]:
-        """Slots of this step and later ones that are filled by now, or `ahead` steps later."""
+        """Slots of this and later steps that are filled by now, or `ahead` steps later."""
         last = step + ahead + self.policy.most() + self.sync_weights_every - 1
         return [
             slot
@@ -132,7 +133,7 @@ class Schedule:
         ]
 
     def select(self, step: int, held: Mapping[PromptSlot, PromptGroup]) -> list[PromptSlot]:
-        """Slots that a step trains, in order: new groups and replayed ones."""
+        """Slots that a step trains, in order: new and replayed groups."""
         new = self._waiting(held)[: len(self.slots(step))]
         assert len(new) == len(self.slots(step)), f"step {step} lacks new groups"
         if len(new) == self.groups:
@@ -356,7 +357,7 @@ class GroupBuffer:
         return [self.groups[slot] for slot in self.schedule.select(step, self.groups)]
 
     def evict(self, step: int, made: Sequence[int] = (0,)) -> None:
-        """Count uses of the groups that `step` trained; drop those that no step trains again.
+        """Count uses of the groups that `step` trained; drop groups that no step trains again.
 
         made: number of updates of each minibatch.
         """

@@ -1,7 +1,7 @@
-"""What models compute for a rollout batch: each function returns a batch with further columns.
+"""Scoring of a rollout batch by models: each function returns a batch with further columns.
 
-A column is written once: log-probs of the behavior policy when the rollouts are generated, those of
-references and centers in the step that trains them.
+A column is written once: log-probs of the behavior policy when the rollouts are generated,
+log-probs of references and centers in the step that trains them.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def score_behavior(batch: RolloutBatch, model: MegatronActor | ReferencePolicy) 
 
 
 def score_behavior_by_engine(batch: RolloutBatch) -> RolloutBatch:
-    """Use the engine's log-probs as those of the behavior policy."""
+    """Use the engine's log-probs as the behavior policy's log-probs."""
     batch = batch.with_columns(behavior_logprobs=[pack.rollout_logprobs for pack in batch.packs])
     rows = [rollout.response.rollout_logprobs for rollout in batch.rollouts]
     return batch.with_group_rows("behavior_logprobs", rows)

@@ -46,7 +46,7 @@ class RunContext:
     def pack(
         self, groups: Sequence[PromptGroup], *, engine_seconds: Sequence[float] = ()
     ) -> RolloutBatch:
-        """Pack groups for this rank; collective, because their tokens may be on others."""
+        """Pack groups for this rank; collective, because their tokens may be on other ranks."""
         batch = build_rollout_batch(
             groups,
             config=self.config,
@@ -60,9 +60,9 @@ class RunContext:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step adds to the buffer: batches with behavior log-probs, and metrics about them.
+    """Additions of a step to the buffer: batches with behavior log-probs, and their metrics.
 
-    Those generated while a step is trained are an input of that step, too.
+    Batches generated while a step is trained are an input of that step too.
     """
 
     batches: Sequence[RolloutBatch]
@@ -88,7 +88,7 @@ class RolloutSource(Protocol):
 
     @property
     def can_resume_inside(self) -> bool:
-        """True if a step can stop between two updates and resume with the remaining ones."""
+        """True if a step can stop between two updates and resume with the remaining updates."""
         ...
 
     def check(self) -> None:

@@ -150,9 +150,9 @@ class CheckpointFolders:
     def prune(
         self, *, keep: int, spared: Callable[[Sequence[int]], Container[int]] = lambda steps: ()
     ) -> None:
-        """Delete incomplete checkpoints, and all but the newest `keep` intact ones.
+        """Delete incomplete checkpoints, and all but the newest `keep` intact checkpoints.
 
-        spared: returns those of the intact steps that are kept regardless of age.
+        spared: returns the intact steps that are kept regardless of age.
         """
         intact = self.intact_steps()
         kept = spared(intact)

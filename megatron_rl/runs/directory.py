@@ -239,8 +239,8 @@ class RunDirectory:
     def check_checkpoints(self, config: Config) -> None:
         """Raise ConfigError if lost checkpoints would make a resume delete recorded steps.
 
-        Damaged checkpoints are quarantined later, and the run resumes from an earlier one. Those
-        that could not be saved are not lost: their steps are trained again.
+        Damaged checkpoints are quarantined later, and the run resumes from an earlier one.
+        Checkpoints that could not be saved are not lost: their steps are trained again.
         """
         intact = self.checkpoints.intact_steps()
         done = max(intact, default=0)
@@ -302,7 +302,7 @@ class RunDirectory:
         atomic_write_text(self.config_file, dump_config(config))
 
     def describe_releases(self) -> str | None:
-        """Describe how the installed releases differ from those of the last start, if they do."""
+        """Describe how the installed releases differ from the last start's, if they do."""
         starts = read_rows(self.path / "starts.jsonl")
         changed = changed_releases(starts[-1], describe_start(after_step=0)) if starts else {}
         if not changed:

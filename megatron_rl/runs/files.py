@@ -99,7 +99,7 @@ def read_metrics(
 
 
 def read_metric(folder: Path, key: str) -> list[float]:
-    """Read the numbers of one metric, without the others, which take a hundred times as long."""
+    """Read the numbers of one metric alone; all metrics take a hundred times as long."""
     file, pattern = folder / "metrics.jsonl", re.compile(rf'"{re.escape(key)}": (-?[\d.eE+-]+)')
     if not file.is_file():
         return []
@@ -144,7 +144,7 @@ def changed_releases(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
 
 
 def append_row(file: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a JSON lines file, in place of an incomplete one that a kill left."""
+    """Append a row to a JSON lines file, in place of an incomplete row that a kill left."""
     with file.open("ab+") as journal:
         end = journal.seek(0, os.SEEK_END)
         if end and (kept := _complete_bytes(journal)) < end:
@@ -169,7 +169,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def iterate_rows(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of a JSON lines file, or those whose text contains `having`."""
+    """Yield the complete rows of a JSON lines file, or only rows whose text contains `having`."""
     if not file.exists():
         return
     with file.open("rb") as lines:

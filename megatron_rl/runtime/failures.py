@@ -85,7 +85,7 @@ def describe_space(path: str | Path) -> str:
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Return an error and those that led to it."""
+    """Return an error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

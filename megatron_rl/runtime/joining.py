@@ -33,7 +33,8 @@ def share_of_cores(own: frozenset[int], all_ranks: Sequence[Iterable[int]]) -> i
     """Return the whole number of cores of a rank, at least 1.
 
     A core that several ranks may use is divided equally among them.
-    own: cores that the rank may use; all_ranks: those of every rank of the node, its own included.
+    own: cores that the rank may use; all_ranks: cores of every rank of the node, this rank
+    included.
     """
     sharing = dict.fromkeys(own, 0)
     for core in (core for cores in all_ranks for core in cores):

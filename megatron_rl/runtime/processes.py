@@ -238,8 +238,8 @@ def shared_folder() -> Iterator[Path]:
 def locked_folder(parent: Path, *, prefix: str) -> Iterator[Path]:
     """Make a folder whose name begins with `prefix`, and remove it in the end.
 
-    It is locked until then, so that the next one finds those whose processes were killed, and
-    removes them.
+    It is locked until then, so that the next call finds and removes folders of processes that were
+    killed.
     """
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):

@@ -102,7 +102,7 @@ class Heartbeat:
     def patient(self, seconds: float) -> Iterator[None]:
         """Allow at least so many seconds without progress in the block, which waits for others.
 
-        The watchdog of those that do not respond is then the first, and names them.
+        The watchdog of the ranks that do not respond then acts first, and names them.
         """
         phase, budget = self._now
         self._now = phase, max(budget, seconds)

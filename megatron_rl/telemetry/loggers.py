@@ -1,8 +1,8 @@
 """Loggers in addition to metrics.jsonl: TensorBoard, Weights & Biases, MLflow and trackio.
 
-Each has a thread, so that one that raises or blocks never ends or delays a run. The rows that a
-logger did not take are in metrics.jsonl, and are sent again when it works, at the end, or by a
-resumed run.
+Each logger has a thread, so that a logger that raises or blocks never ends or delays a run. The
+rows that a logger did not take are in metrics.jsonl, and are sent again when it works, at the end,
+or by a resumed run.
 """
 
 import contextlib

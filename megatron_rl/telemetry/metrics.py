@@ -142,7 +142,7 @@ class SlowEngine:
         )
 
 
-class Interval(NamedTuple):
+class PhaseInterval(NamedTuple):
     """Time without a break that a rank spent in a phase."""
 
     phase: str
@@ -173,8 +173,8 @@ class PhaseClock:
         self.memory = PeakMemory(device)
         self._open: str | None = None
         self._epoch = time.time() - time.perf_counter()
-        self._intervals: list[Interval] = []
-        self.of_engines: list[Interval] = []
+        self._intervals: list[PhaseInterval] = []
+        self.of_engines: list[PhaseInterval] = []
         self.reset()
 
     def reset(self) -> None:
@@ -202,7 +202,9 @@ class PhaseClock:
         self.peaks[name] = max(self.peaks.get(name, 0.0), self.memory.peak())
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._charged
-        self._intervals.append(Interval(name, self._epoch + self._charged, now - self._charged))
+        self._intervals.append(
+            PhaseInterval(name, self._epoch + self._charged, now - self._charged)
+        )
         self._charged = now
 
     def metrics(self) -> dict[str, float]:
@@ -230,7 +232,7 @@ class PhaseClock:
         host = {"memory/host_gib": largest[-2] / 2**30, HOST_FREE: -largest[-1] / 2**30}
         return times | memory | host
 
-    def pop_intervals(self) -> list[Interval]:
+    def pop_intervals(self) -> list[PhaseInterval]:
         """Return what this rank did since the last call."""
         intervals, self._intervals = self._intervals, []
         return intervals

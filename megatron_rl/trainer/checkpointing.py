@@ -1,4 +1,4 @@
-"""Saving checkpoints, resuming from them, and those that are kept regardless of age."""
+"""Saving checkpoints, resuming from them, and keeping some regardless of age."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -373,7 +373,7 @@ class CheckpointKeeper:
 
 
 def retained_steps(steps: Sequence[int], *, config: Config, folder: Path) -> set[int]:
-    """Saved steps that are never pruned: those of `keep_every`, and the best one.
+    """Saved steps that are never pruned: multiples of `keep_every`, and the best step.
 
     folder: of the run.
     """

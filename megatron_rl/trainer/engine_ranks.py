@@ -48,7 +48,7 @@ class WeightsElsewhere:
         return {}
 
     def push_sources(self) -> tuple[LocalWeights, LocalWeights]:
-        """Return the model's weights and those of the adapters, none of which are here."""
+        """Return the model's and the adapters' weights, none of which are on these ranks."""
         return push_sources((), self.lora, shape=self.shape, topology=self.topology)
 
 

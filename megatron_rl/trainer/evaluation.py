@@ -87,12 +87,12 @@ def powers_of_two(samples: int) -> list[int]:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that k of `samples` responses contain one of the `right` ones."""
+    """Probability that k of `samples` responses contain one of the `right` responses."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def majority(grade_results: Sequence[GradeResult]) -> float:
-    """Reward of the most frequent answer; the mean of several equally frequent ones."""
+    """Reward of the most frequent answer; the mean over several equally frequent answers."""
     rewards: dict[str, list[float]] = {}
     for grade_result in grade_results:
         if grade_result.extracted is not None:

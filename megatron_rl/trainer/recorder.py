@@ -263,7 +263,7 @@ class Recorder:
 
 
 def percent(score: float | None) -> str:
-    """Format a score as a percentage of a reward of 1; large ones with three digits."""
+    """Format a score as a percentage of a reward of 1; large scores with three digits."""
     if score is None or math.isnan(score):
         return "none"
     return f"{100 * score:.1f}%" if abs(score) < 1000 else f"{100 * score:.3g}%"

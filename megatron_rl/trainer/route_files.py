@@ -89,8 +89,8 @@ def _own(keys: Tensor, pack: TokenBatch, actor: MegatronActor) -> Tensor:
 def token_keys(pack: TokenBatch) -> list[Tensor]:
     """Return keys of each token: its rollout, sequence in the rollout and position; [T] int64 each.
 
-    The first has one for every token; further ones only for tokens that several sequences have in
-    common, and NOBODY for others.
+    The first column has a key for every token; further columns only for tokens that several
+    sequences have in common, and NOBODY for other tokens.
     """
     joined = pack.joined or (1,) * len(pack.rollout_indices)
     readers = pack.readers or tuple(

@@ -188,7 +188,7 @@ class SkippedUpdates:
     _kept: int = -1  # the step whose rollouts were kept last
 
     def record(self, result: Update[Any], batch: RolloutBatch, *, step: int, update: int) -> None:
-        """Record the result of an update; raises FloatingPointError after too many skipped ones.
+        """Record the result of an update; raises FloatingPointError after too many skipped updates.
 
         update: within the step, from 1. Collective.
         """

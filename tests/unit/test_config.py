@@ -1,11 +1,13 @@
 """Configs: defaults, overrides, and every error at once."""
 
 import itertools
+import json
 import re
 from os.path import abspath
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_rl.config import (
     Config,
@@ -487,11 +489,16 @@ def test_error_messages_contain_no_python_types():
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+FOLDER = Path(__file__).parent / "other_trainers"  # by tools/other_trainers_keys.py
+RELEASED = {  # settings with their defaults as JSON
+    name: dict(line.split(" ", 1) for line in (FOLDER / f"{name}.txt").read_text().splitlines())
+    for name in ("verl-0.9.1", "trl-1.16.0")
+}
 
 
 @pytest.mark.parametrize(("title", "table"), [("verl", VERL), ("TRL", TRL)])
 def test_page_has_the_settings_that_errors_name(title, table):
-    """Each row: their key, our setting, and a default of ours that is the present one."""
+    """Each row: their key and its default, our setting, and the present default of ours."""
     text = PAGE.read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
@@ -501,19 +508,17 @@ def test_page_has_the_settings_that_errors_name(title, table):
     values = parse_config({"model": {"path": "m"}, "data": {"train": "t"}, "lora": {},
                            "optimizer": {"learning_rate": 1e-4}}).model_dump()  # fmt: skip
     values["optimizer"]["learning_rate"] = 1e-6  # the default; with lora it has to be changed
-    for key, _, here, default, _ in cells:
+    released = next(one for name, one in RELEASED.items() if name.startswith(title.lower()))
+    for key, theirs, here, default, _ in cells:
+        if theirs:
+            recorded = json.loads(released[key])
+            assert yaml.safe_load(theirs.partition(":")[0]) == recorded, key
         if here in valid_keys(Config) and re.fullmatch(r"[\d.e-]+|[a-z_]+", default):
             value = values
             for part in here.split("."):
                 value = value[part]
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             assert (float(default) == value) if is_number else (default == str(value).lower()), key
-
-
-RELEASED = {
-    name: (Path(__file__).parent / "other_trainers" / f"{name}.txt").read_text().split()
-    for name in ("verl-0.9.1", "trl-1.16.0")
-}
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -1,8 +1,10 @@
-"""Every file and name that the paper index points at exists."""
+"""Every file and name that the paper index and the page on public reports point at exists."""
 
 import ast
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,8 +17,9 @@ def names_in(tree: ast.AST, before: str = "") -> set[str]:
     return names
 
 
-def test_every_place_exists():
-    text = (ROOT / "research" / "docs" / "paper-index.md").read_text()
+@pytest.mark.parametrize("page", ["paper-index", "public-reports"])
+def test_every_place_exists(page):
+    text = (ROOT / "research" / "docs" / f"{page}.md").read_text()
     places = re.findall(r"`((?:megatron_rl|tests|tools|examples)/[\w./]+)(?:::([\w.]+))?`", text)
     assert len(places) > 15
     for file, name in places:

@@ -1,9 +1,9 @@
-"""A critic beside group baselines at equal generated tokens: where it helps, and where not.
+"""A critic next to group baselines at equal generated tokens: where it helps, and where not.
 
     python -m tools.benchmarks.critic [--task stakes sums] [--seeds 1 2 3 4 5] [--work FOLDER]
 
 `stakes`: a conversation of seven turns. Each answer of the environment names a digit and a stake,
-drawn anew; the next turn earns the stake if it repeats the digit. What later turns earn is mostly
+drawn again; the next turn earns the stake if it repeats the digit. What later turns earn is mostly
 luck, which the mean over a group of conversations leaves in every turn's advantage, while a critic
 reads the stake before it judges a turn.
 

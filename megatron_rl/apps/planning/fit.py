@@ -476,7 +476,7 @@ def _suggestions(
 
 
 def candidates(config: Config, moment: MemoryPhase, *, processes: int) -> Iterator[dict[str, Any]]:
-    """Yield changes to try, those that cost the least speed first."""
+    """Yield changes to try, the change that costs the least speed first."""
     if moment.name == HOST:  # ranks share the states of one model, however it is sharded
         return
     rollout = config.rollout

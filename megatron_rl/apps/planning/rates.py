@@ -74,8 +74,8 @@ def find_device(name: str) -> Device:
 class Rates:
     """Achieved fractions of a device's rates, and the host's seconds, on every device.
 
-    Of training, those of products, attention and memory are fitted to thirteen updates and
-    log-prob passes of a 1.5B on an H100.
+    The training rates of products, attention and memory are fitted to thirteen updates and log-prob
+    passes of a 1.5B on an H100.
     """
 
     products: float = 0.66  # of the bfloat16 peak

@@ -1,9 +1,9 @@
 """Search over all parallel layouts: which fit, their step times, and why others do not fit.
 
-With a lag, engines may have ranks of their own: then these and the others are laid out apart.
+With a lag, engines may have their own ranks: then trainers and engines are laid out separately.
 
-A lower bound excludes layouts. Memory, FLOPs and traffic of the others come from dry runs of
-shallow models: two depths give a layer's part, so the cost does not grow with the model.
+A lower bound excludes layouts. Memory, FLOPs and traffic of the remaining layouts come from dry
+runs of shallow models: two depths give a layer's part, so the cost does not grow with the model.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Option:
         return overlapped_seconds(rollout, behavior, train, push, batches=self.batches)
 
     def order(self) -> tuple[bool, float]:
-        """Return what layouts are sorted by: those that nearly fill a device come last."""
+        """Return the sort key of layouts; layouts that nearly fill a device come last."""
         own = ("rollout",) if self.layout.engine_ranks else ()  # an engine alone fills its device
         shared = [part for phase, part in self.memory.items() if phase not in own]
         return max(shared) > LARGEST_SHARE, self.step_seconds
@@ -361,7 +361,7 @@ class DryRuns:
         return all(probe in self.done for probe in probes)
 
     def run(self, probes: Iterable[Probe]) -> int:
-        """Run those that are not known yet; return their number."""
+        """Run the dry runs whose results are not known yet; return their number."""
         missing = [probe for probe in dict.fromkeys(probes) if probe not in self.done]
         for probe in missing:
             if self.folder is not None and (file := self._file(probe)).is_file():
@@ -519,7 +519,7 @@ class Planner:
     def scoring_passes(self) -> float:
         """Forward passes over the rollout batch: of behavior policy, references and critic.
 
-        Those of a reference of another shape are counted by its active weights. Each of several
+        Passes of a reference with another shape are scaled by its active weights. Each of several
         is counted as if it had rows in all packs.
         """
         own = self.workload.scored_part * self._is_scored_by_actor

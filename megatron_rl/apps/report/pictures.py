@@ -22,7 +22,7 @@ SCALES = {"local": r"local $\ell_t$", "cumulative": r"cumulative $S_t$",
 def draw_pictures(data: Data, folder: Path) -> list[Path]:
     """Draw the figures that have data; return the files in page order.
 
-    If there are many groups, draws those that the page shows initially, labeled by their
+    If there are many groups, draws the groups that the page shows initially, labeled by their
     differences.
     """
     from matplotlib.figure import Figure  # seconds to import

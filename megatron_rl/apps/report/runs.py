@@ -304,8 +304,8 @@ def score_keys(runs: Sequence[Run]) -> list[str]:
 class Score:
     """Mean, minimum and maximum of a score over a group's runs, in percent.
 
-    Also the mean percentages of truncated responses, and of ungraded ones, which count as wrong;
-    None if the metrics do not contain them.
+    Also the mean percentages of truncated and of ungraded responses, which count as wrong; None if
+    the metrics do not contain them.
     """
 
     mean: float

@@ -96,7 +96,7 @@ def draw_chain_sums(count: int, *, seed: int = SEED) -> list[Question]:
 
 
 def write_questions(folder: Path, questions: list[Question], *, prefix: str = "") -> None:
-    """Write the first questions as the held-out set, and the others as the training set."""
+    """Write the first questions as the held-out set, and the rest as the training set."""
     names = (f"{prefix}_heldout", prefix) if prefix else ("heldout", "train")
     for name, part in zip(names, (questions[:HELDOUT], questions[HELDOUT:]), strict=True):
         lines = [

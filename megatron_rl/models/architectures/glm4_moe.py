@@ -17,7 +17,7 @@ from megatron_rl.models.weights import (
     SHARED_EXPERTS,
     SIGMOID_ROUTER,
     Architecture,
-    Option,
+    OptionalWeights,
 )
 
 ARCHITECTURE = Architecture(
@@ -45,5 +45,7 @@ ARCHITECTURE = Architecture(
     },
     only={"norm_topk_prob": True, **SIGMOID_ROUTER},
     scoring="sigmoid",
-    options=(Option("attention_bias", (QKV_BIAS,)), Option("use_qk_norm", QK_NORM)),
+    options=(
+        OptionalWeights("attention_bias", (QKV_BIAS,)), OptionalWeights("use_qk_norm", QK_NORM),
+    ),
 )  # fmt: skip

@@ -276,7 +276,7 @@ _END = re.compile(r"(?:[.,;: ]|\\\\|\\text(?:\{\s*[.,;:]?\s*\})?)+\Z")
 
 
 def tidy(text: str) -> str:
-    """Return the text of an answer in the one spelling that the kinds are read from."""
+    """Return an answer's text in the canonical spelling from which kinds are read."""
     text = _without_dollars(_from_unicode(text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -302,7 +302,7 @@ def strip_braces(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    r"""Return the index of the bracket that closes the one at `start`, or -1.
+    r"""Return the index of the bracket that closes the bracket at `start`, or -1.
 
     Kinds of brackets are not distinguished, because `[0, 1)` is an interval; `\{` is a bracket.
     """
@@ -338,7 +338,7 @@ def bracketed(text: str) -> tuple[str, str, str]:
 
 
 def split_at_commas(text: str, *, is_bracketed: bool = False) -> list[str]:
-    """Split at commas, but not at those of thousands, as in `1,000, 2,000`."""
+    """Split at commas, but not at commas of thousands, as in `1,000, 2,000`."""
     parts = split(text, _COMMA)
     if len(parts) == 1:
         return parts

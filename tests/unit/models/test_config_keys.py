@@ -135,6 +135,7 @@ def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name,
         ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "which are then 1"),
         ("GptOss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with normalized weights"),
         # Values that no model can have.
+        ("Qwen2", {"tie_word_embeddings": "false"}, "'false'; it must be true or false"),
         ("Qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
         ("Qwen2", {"rope_theta": 0}, "rope_theta is 0.0"),
         ("Qwen2", {"num_hidden_layers": True}, "num_hidden_layers is True"),

@@ -77,6 +77,7 @@ def test_an_output_layer_with_the_values_of_the_tied_embeddings_is_accepted(tied
          "only lm_head.weight is stored: store it as model.embed_tokens.weight"),
         (lambda w: w | {"model.layers.1.mlp.down_proj.bias": torch.ones(16)},
          "Qwen3ForCausalLM has no model.layers.1.mlp.down_proj.bias"),
+        (lambda w: w | {HEAD.replace("weight", "bias"): torch.ones(40)}, "has no lm_head.bias"),
         (renamed("_fsdp_wrapped_module."), r"wrapped model \(_fsdp_wrapped_module\)"),
         (renamed("base_model.model."), r"the file has base_model.model.model.embed_tokens.weight"),
         (lambda w: {name.replace("mlp", "mlp.inner"): one for name, one in w.items()},

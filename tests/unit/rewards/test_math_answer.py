@@ -62,6 +62,10 @@ from megatron_rl.rewards.verifier import UNPARSABLE_TRUTH
         ("La r\u00e9ponse finale est : 12", "12"),  # the adjective follows the noun
         ("**Respuesta final:** 12", "12"),
         ("Risposta corretta: 12\n", "12"),
+        ("Ostateczna odpowiedź: 12", "12"),
+        ("Jawaban akhir: 12", "12"),
+        ("उत्तर: 12", "12"),
+        ("ansvar: 12", None),
         ("C\u00e2u tr\u1ea3 l\u1eddi cu\u1ed1i c\u00f9ng: 12", "12"),
         ("\u041e\u0442\u0432\u0435\u0442 \u0442\u0430\u043a\u043e\u0432: 12", "12"),
         ("Answer (final): 12", "12"),

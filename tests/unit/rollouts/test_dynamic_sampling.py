@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow.parquet as pq
 
-from megatron_rl.rollouts.engine_source import Answers, DynamicSampling
+from megatron_rl.rollouts.engine_source import DynamicSampling, GradedGroups
 from megatron_rl.runs.files import read_metrics, read_rows
 from megatron_rl.runs.group_file import read_groups
 from megatron_rl.runtime.seeds import derive_seed
@@ -40,9 +40,9 @@ def fill(first, rounds, *, allowed, spare=()):
         (request,) = requests
         if request.number == 0:
             assert request.prompts == len(request.slots) == len(first)
-            return Answers([first], (3.0, 4.0))
+            return GradedGroups([first], (3.0, 4.0))
         sent.append((request.number, request.prompts))
-        return Answers([next(answers)], (1.0, 2.0))
+        return GradedGroups([next(answers)], (1.0, 2.0))
 
     sampling, spare = DynamicSampling(allowed), list(spare)
     slots = [PromptSlot(1, place) for place in range(len(first))]
@@ -117,7 +117,7 @@ def test_parts_filled_together_equal_parts_filled_alone():
     def ask(requests):
         calls.append([(slots[0].step, number, prompts) for slots, number, prompts in requests])
         groups = [answers[slots[0].step, number] for slots, number, _ in requests]
-        return Answers(groups, (1.0, 2.0))
+        return GradedGroups(groups, (1.0, 2.0))
 
     def fill_parts(*steps):
         sampling, spare = DynamicSampling(2), [PromptSlot(4, 0)]

@@ -8,9 +8,9 @@ from megatron_rl.runtime.processes import command_start
 from megatron_rl.telemetry import metrics
 from megatron_rl.telemetry.metrics import (
     HostMemoryTrend,
-    Interval,
     PeakMemory,
     PhaseClock,
+    PhaseInterval,
     SlowEngine,
     StartUp,
 )
@@ -71,7 +71,7 @@ def test_timeline_of_step_has_its_phases_where_they_began(monkeypatch):
         pass
     with clock.phase("record"):  # from 106 on
         clock.metrics()  # at 107
-        clock.of_engines.append(Interval("rollout", 995.5, 7.0))
+        clock.of_engines.append(PhaseInterval("rollout", 995.5, 7.0))
         first = clock.pop_timeline(has_engine_ranks=True)
     trainers = [["train", 1.0, 3.0], ["record", 6.0, 1.0]]
     ranks = {"trainers": trainers, "engines": [["rollout", -4.5, 7.0]]}

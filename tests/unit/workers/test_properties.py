@@ -350,7 +350,7 @@ assert not any(map(is_running, left)), left
 
 
 def test_process_that_ends_while_its_siblings_are_listed_leaves_nothing():
-    """What it had started has become a child of the manager only after the list was read."""
+    """Its own process became a child of the manager only after the list was read."""
     subprocess.run([sys.executable, "-c", ENDS_WHILE_LISTED], check=True, timeout=60)
 
 
