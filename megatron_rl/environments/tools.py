@@ -21,6 +21,8 @@ from megatron_rl.environments.interface import Answer, InfrastructureError, Turn
 from megatron_rl.errors import UserError
 
 MAX_CALLS = 16  # in one turn
+LIST_SECONDS = 60.0  # for an MCP server to start and name its tools; half of a module's start
+_MOST_PAGES = 100  # of a server's list of tools
 _ARGUMENT = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
@@ -183,15 +185,33 @@ class McpEnvironment(ToolEnvironment):
 
     @classmethod
     async def _list_tools(cls) -> list[dict[str, Any]]:
-        functions: list[dict[str, Any]] = []
+        listed: list[Any] = []
 
         async def read(session: Any) -> None:
-            for tool in (await session.list_tools()).tools:
-                one = tool.model_dump(by_alias=True)
-                function = {"name": one["name"], "description": one["description"] or ""}
-                functions.append(function | {"parameters": one["inputSchema"]})
+            listed.extend(await _all_tools(session))
 
-        await cls._connect(read)
+        command = " ".join(cls.server)
+        try:
+            async with asyncio.timeout(LIST_SECONDS):
+                await cls._connect(read)
+        except TimeoutError:
+            raise UserError(
+                f"{cls.__name__}.server ({command}) did not name its tools in {LIST_SECONDS:.0f} "
+                "s; start it by hand to see what it waits for"
+            ) from None
+        except Exception as error:
+            cause = _first(error)
+            if isinstance(cause, UserError):
+                raise cause from None
+            raise UserError(
+                f"{cls.__name__}.server ({command}) did not name its tools: "
+                f"{type(cause).__name__}: {cause}; start it by hand to see what it prints"
+            ) from error
+        functions = []
+        for tool in listed:
+            one = tool.model_dump(by_alias=True)
+            function = {"name": one["name"], "description": one["description"] or ""}
+            functions.append(function | {"parameters": one["inputSchema"]})
         return [{"type": "function", "function": function} for function in functions]
 
     @classmethod
@@ -206,8 +226,9 @@ class McpEnvironment(ToolEnvironment):
                 "the command of an installed MCP server"
             )
         started = StdioServerParameters(
-            command=cls.server[0], args=list(cls.server[1:]), env=dict(os.environ)
-        )
+            command=cls.server[0], args=list(cls.server[1:]), env=dict(os.environ),
+            encoding_error_handler="replace",  # else one stray byte ends the reader, unnoticed
+        )  # fmt: skip
         async with stdio_client(started) as (source, sink), ClientSession(source, sink) as session:
             await session.initialize()
             await use(session)
@@ -218,7 +239,7 @@ class McpEnvironment(ToolEnvironment):
         try:
             session = await self._open()
             if self.call_format in TEXT_VALUES:
-                listed = (await session.list_tools()).tools
+                listed = await _all_tools(session)
                 schemas = [one.model_dump(by_alias=True) for one in listed if one.name == call.name]
                 call = with_types(call, schemas[0]["inputSchema"] if schemas else {})
             result = await session.call_tool(call.name, dict(call.arguments))
@@ -226,7 +247,9 @@ class McpEnvironment(ToolEnvironment):
             self._session = None
             return self._shorten(f"error: {type(error).__name__}: {error}")
         fields = result.model_dump(by_alias=True)
-        text = "\n".join(part.get("text") or f"[{part['type']}]" for part in fields["content"])
+        text = "\n".join(map(_text_of, fields["content"]))
+        if not fields["content"] and fields.get("structuredContent") is not None:
+            text = json.dumps(fields["structuredContent"])
         return self._shorten(f"error: {text}" if fields.get("isError") else text)
 
     async def _open(self) -> Any:
@@ -245,6 +268,33 @@ class McpEnvironment(ToolEnvironment):
             self._server = asyncio.create_task(self._connect(keep))
             self._server.add_done_callback(pass_on)
         return await asyncio.shield(self._session)
+
+
+async def _all_tools(session: Any) -> list[Any]:
+    """Read a server's list of tools, page by page."""
+    from mcp.types import PaginatedRequestParams
+
+    page = await session.list_tools()
+    tools, seen = list(page.tools), set[str]()
+    while (cursor := page.next_cursor) is not None:
+        if cursor in seen or len(seen) == _MOST_PAGES:
+            raise UserError(f"the list of tools has no end: page {cursor!r} came again")
+        seen.add(cursor)
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        tools += page.tools
+    return tools
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """Text of a part of a result; what has none is named by its type."""
+    return part.get("text") or (part.get("resource") or {}).get("text") or f"[{part['type']}]"
+
+
+def _first(group: BaseException) -> BaseException:
+    """The first error in nested groups of errors."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
 
 
 def _message(call: ToolCall, content: str) -> dict[str, Any]:

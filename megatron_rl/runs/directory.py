@@ -36,7 +36,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,6 +45,7 @@ import pyarrow.parquet as pq
 from megatron_rl.columns import ARRAYS
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
 from megatron_rl.config.sections import AFTER_THINKING, MATH_ANSWER
+from megatron_rl.errors import UserError
 from megatron_rl.runs import inputs
 from megatron_rl.runs.checkpoints import CheckpointFolders
 from megatron_rl.runs.files import (
@@ -114,6 +115,7 @@ class RunDirectory:
         self.schedule_file = self.path / "schedule.jsonl"
         self.timeline_file = self.path / TIMELINE
         self.saves_file = self.path / "saves.jsonl"
+        self._lock: IO[str] | None = None
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
@@ -204,10 +206,35 @@ class RunDirectory:
         if not try_lock(file):
             file.close()
             self.check_free()
+        self._owner = f"process {os.getpid()} on {socket.gethostname()}\n{uuid.uuid4().hex}\n"
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.write(self._owner)
         file.flush()
         self._lock = file  # closing the file would release the lock
+
+    def check_owner(self) -> None:
+        """Raise UserError if another start has taken the directory since `lock`.
+
+        It may where a file system has no locks, or has ended the lease of a node that it did not
+        reach. The later start goes on: no clock decides.
+        """
+        if self._lock is None:
+            return
+        try:
+            # Through the locked file: closing another one would release the lock.
+            now = os.pread(self._lock.fileno(), 1 << 12, 0).decode(errors="replace")
+        except OSError:  # so NFS reports a lock that it has lost
+            self._lock.close()
+            self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
+            try_lock(self._lock)
+            self._lock.seek(0)
+            now = self._lock.read()
+        if now != self._owner:
+            other = now.splitlines()[0] if now else "another start"
+            raise UserError(
+                f"{self.path} was taken over by {other}; this process records nothing more: let "
+                "that one go on, or stop it and resume"
+            )
 
     def check_checkpoints(self, config: Config) -> None:
         """Raise ConfigError if lost checkpoints would make a resume delete recorded steps.

@@ -59,7 +59,7 @@ def lock_owner(lock: Path) -> str | None:
         if try_lock(file):
             return None
         file.seek(0)
-        return file.read().strip()
+        return file.readline().strip()
 
 
 def try_lock(file: IO[str]) -> bool:

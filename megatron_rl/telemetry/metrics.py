@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +98,47 @@ class HostMemoryTrend:
             f"free, and {-1024 * slope:.1f} MiB less after each of the last {_TREND_STEPS} steps; "
             "a stop and a resume with the same command free what the run's own processes leak "
             "(memory/host_gib is the largest of them)"
+        )
+
+
+_SLOW_FACTOR = 3.0  # of the others' median
+_SLOW_STEPS = 3  # in succession, of the same engine: one long response is no slow rank
+_SLOW_SECONDS = 1.0  # more than the others, or it does not matter
+
+
+class SlowEngine:
+    """Names an engine that is much slower than the others in several steps in succession."""
+
+    def __init__(self, *, ranks: int, first: int = 0) -> None:
+        """`ranks` of each engine; `first`: the first rank of the first one."""
+        self._ranks, self._first = ranks, first
+        self._slowest, self._count = -1, 0
+
+    def warning(self, seconds: Sequence[float]) -> str | None:
+        """Return a warning in the third such step, and each time the number of them doubles.
+
+        seconds: each engine spent on generation for this step; without any, nothing changes.
+        """
+        if len(seconds) < 2 or not any(seconds):
+            return None
+        slowest = max(range(len(seconds)), key=seconds.__getitem__)
+        own = seconds[slowest]
+        others = float(np.median([*seconds[:slowest], *seconds[slowest + 1 :]]))
+        is_slow = own > max(_SLOW_FACTOR * others, others + _SLOW_SECONDS)
+        is_same = slowest == self._slowest
+        self._slowest = slowest if is_slow else -1
+        self._count = is_slow * (self._count * is_same + 1)
+        steps, rest = divmod(self._count, _SLOW_STEPS)
+        if not steps or rest or steps & (steps - 1):
+            return None
+        start = self._first + slowest * self._ranks
+        end = start + self._ranks - 1
+        name = f"rank {start}" if start == end else f"ranks {start} to {end}"
+        return (
+            f"warning: {name} needed {own:.1f} s to generate, the others {others:.1f} s (median), "
+            f"for {self._count} steps in succession, and all wait: look at what else runs on its "
+            "node, and at the clocks and temperature of its GPU; without a cause, leave out the "
+            "node and resume"
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_ranks
@@ -30,6 +31,7 @@ from megatron_rl.telemetry.metrics import (
     HostMemoryTrend,
     MetricLog,
     PhaseClock,
+    SlowEngine,
 )
 from megatron_rl.trainer.learning_check import LearningCheck
 from megatron_rl.trainer.step_progress import StepProgress
@@ -59,10 +61,14 @@ class Recorder:
     recent: deque[float] = field(default_factory=partial(deque, maxlen=10))  # seconds of steps
     check: LearningCheck = field(init=False)
     trend: HostMemoryTrend = field(init=False)
+    pace: SlowEngine = field(init=False)
 
     def __post_init__(self) -> None:
         self.check = LearningCheck(self.config)
         self.trend = HostMemoryTrend(steps=self.config.trainer.steps)
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        generating = self.config.sides(processes)[1]
+        self.pace = SlowEngine(ranks=self.config.rollout.tensor, first=processes - generating)
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +132,9 @@ class Recorder:
                     self._write, metrics, batch, schedule, timeline, traces, table, sample
                 )
                 self.writer.submit(write)
-        leak = None
+        leak = slow = None
         if batch is not None:
+            slow = self.pace.warning(batch.engine_seconds)
             self.recent.append(metrics["time/step"])
             leak = self.trend.warning(int(metrics["step"]), metrics[HOST_FREE])
         steps = self.config.trainer.steps
@@ -138,8 +145,8 @@ class Recorder:
             self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")
         for warning in self.check.warnings(metrics, batch) if batch is not None else ():
             self.console.echo(warning)
-        if leak is not None:
-            self.console.echo(leak)
+        for warning in filter(None, (leak, slow)):
+            self.console.echo(warning)
 
     def _sample(self, metrics: dict[str, float], batch: RolloutBatch | None) -> Row | None:
         """Rollout drawn by the seed of the run, if this step shows one."""
@@ -197,6 +204,7 @@ class Recorder:
     ) -> None:
         assert self.directory is not None
         assert self.log is not None
+        self.directory.check_owner()
         if schedule is not None:
             self.directory.append_schedule(schedule)
         if batch is not None:

@@ -25,3 +25,23 @@ class Remote(McpEnvironment):
 
 class Missing(McpEnvironment):
     server = ("no-such-server",)
+
+
+def _misbehaving(how):
+    return (sys.executable, str(Path(__file__).with_name("mcp_misbehaving.py")), how)
+
+
+class Noisy(Remote):
+    server = _misbehaving("noisy")
+
+
+class Endless(Remote):
+    server = _misbehaving("endless")
+
+
+class Dying(Remote):
+    server = _misbehaving("die")
+
+
+class Hanging(Remote):
+    server = _misbehaving("hang")

@@ -4,9 +4,11 @@ import importlib.util
 
 import pytest
 
+from megatron_rl.environments import tools
 from megatron_rl.environments.interface import BrokenEnvironmentError
+from megatron_rl.errors import UserError
 from tests.running import assert_end
-from tests.unit.environments import test_pool
+from tests.unit.environments import mcp_tools, test_pool
 from tests.unit.environments.test_pool import Talk
 from tests.unit.environments.test_tools import call
 
@@ -55,3 +57,30 @@ def test_server_that_hangs_ends_with_its_call_and_any_with_its_conversation():
 def test_server_that_cannot_start_is_refused():
     with open_pool("Missing", 60.0) as pool, pytest.raises(BrokenEnvironmentError, match="no-such"):
         pool.start()
+
+
+def test_stray_bytes_are_ignored_and_results_of_any_kind_are_read():
+    with open_pool("Noisy", 60.0) as pool:
+        pool.start()
+        names = [one["function"]["name"] for one in pool.tools]
+        ((first, second, last),) = Talk(pool, row="{}")([[call("first"), call("second"), "7"]])
+    assert names == ["double", "first", "second"]  # of both pages
+    assert first.observation[0]["content"] == '{"price": 3}'
+    assert second.observation[0]["content"] == "a page"
+    assert last.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Dying", "Dying.server .*did not name its tools: MCPError"),
+     ("Endless", "the list of tools has no end: page 'again' came again")],
+)  # fmt: skip
+def test_server_that_does_not_list_its_tools_is_refused(name, words):
+    with open_pool(name, 60.0) as pool, pytest.raises(BrokenEnvironmentError, match=words):
+        pool.start()
+
+
+def test_server_that_hangs_at_start_is_ended(monkeypatch):
+    monkeypatch.setattr(tools, "LIST_SECONDS", 2.0)
+    with pytest.raises(UserError, match=r"Hanging.server .* did not name its tools in 2 s"):
+        mcp_tools.Hanging.describe_tools()

@@ -1,7 +1,9 @@
 """Run directories: kept files, refusals, rewinding and repeating."""
 
 import dataclasses
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.rows import parse_row, read_rows
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
@@ -116,6 +119,27 @@ def test_directory_is_locked_by_one_process(tmp_path):
     holder.kill()
     holder.communicate()
     directory.lock()  # nothing has to be cleaned up
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_earlier_of_two_starts_records_nothing_more(tmp_path, monkeypatch, is_lost):
+    """Where locks do not hold, as between two objects of one process; by no clock."""
+    earlier, later = RunDirectory(tmp_path), RunDirectory(tmp_path)
+
+    def lose(*_):  # what NFS answers once a lock is lost
+        raise OSError(errno.EIO, "lost")
+
+    earlier.check_owner()  # has no lock yet
+    earlier.lock()
+    if is_lost:
+        monkeypatch.setattr(os, "pread", lose)
+    earlier.check_owner()  # a lost lease that nobody has taken is taken again
+    earlier.check_owner()
+    later.lock()
+    later.check_owner()
+    with pytest.raises(UserError, match=rf"was taken over by process {os.getpid()} on \S+; this"):
+        earlier.check_owner()
+    later.check_owner()
 
 
 def test_resume_removes_remains_of_failed_save(tmp_path):

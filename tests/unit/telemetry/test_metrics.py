@@ -11,6 +11,7 @@ from megatron_rl.telemetry.metrics import (
     PeakMemory,
     PhaseClock,
     PhaseInterval,
+    SlowEngine,
     StartUp,
 )
 
@@ -95,3 +96,19 @@ def test_warning_comes_before_the_memory_of_the_host_ends():
     np.testing.assert_allclose(named[:3], [200, 100, 50], atol=1)  # rounding of the line
     short = HostMemoryTrend(steps=300)
     assert not any(short.warning(step, (1024 - step) / 1024) for step in range(1, 301))
+
+
+def test_engine_that_stays_slower_than_others_is_named():
+    def warned(rows, **place):
+        engine = SlowEngine(**{"ranks": 1, **place})
+        return {n: text for n, row in enumerate(rows, 1) if (text := engine.warning(row))}
+
+    slow = [[2.0, 20.0, 2.2, 1.9]] * 24
+    found = warned(slow)
+    assert list(found) == [3, 6, 12, 24]
+    assert "rank 1 needed 20.0 s to generate, the others 2.0 s" in found[3]
+    assert "ranks 10 to 11 needed" in warned(slow, ranks=2, first=8)[3]
+    assert list(warned([slow[0], (), (0.0,) * 4, *slow[:2]])) == [5]  # steps without generation
+    assert list(warned([[1.0, 30.0], [30.0, 1.0]] * 9)) == []  # a long response here and there
+    assert list(warned([*slow[:2], [2.0] * 4, *slow[:2]])) == []
+    assert list(warned([[0.01, 0.5]] * 9 + [[9.0]] * 9 + [[10.0, 20.0]] * 9)) == []
