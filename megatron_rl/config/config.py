@@ -507,6 +507,11 @@ def critic_problems(config: Config) -> list[str]:
             "critic.lora: path and push have no effect, because a critic's adapters start at 0 and "
             "are not sent to the engine; unset them"
         )
+    if config.critic.length_alpha is not None and config.critic.discount == "turn":
+        problems.append(
+            "critic.length_alpha: its lambda follows from the number of tokens, but "
+            "critic.discount=turn counts turns; unset one"
+        )
     if config.critic.gae_lambda != 0.95 and config.critic.length_alpha is not None:
         problems.append(
             f"critic.gae_lambda={config.critic.gae_lambda:g}: no effect with critic.length_alpha; "

@@ -74,7 +74,9 @@ def compute_targets(
     """Compute advantages and targets of values by generalized advantage estimation. Collective.
 
     values, rewards: [t]; a reward belongs to the decision that it follows. cut [t] is True in
-    responses that a limit of length cut: what would have followed counts as their last value.
+    responses that a limit of length cut: what would have followed counts as their last value. A
+    reward at the cut is an end instead: with both, and gamma 1, the last value would have to be
+    itself plus that reward, and would grow without bound.
     """
     one = torch.ones((), dtype=torch.float64, device=values.device)
     counts = ends_of_turns(layout) if settings.discount == "turn" else torch.ones_like(layout.mask)
@@ -84,7 +86,7 @@ def compute_targets(
         lambdas = (1 - 1 / (settings.length_alpha * layout.length.clamp(min=1).double())).clamp(0)
     pair = [lambdas, settings.target_lambda * torch.ones_like(gamma)]
     is_last = layout.mask & (layout.position == layout.length)
-    bootstrap = torch.where(is_last & cut, gamma * values.double(), 0)
+    bootstrap = torch.where(is_last & cut & (rewards == 0), gamma * values.double(), 0)
     advantages, target = generalized_advantages(
         layout,
         values,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 GAMMA, LAMBDA, TARGET_LAMBDA, CLIP = 0.97, 0.8, 0.9, 0.5
-CUT = (2, 9)  # responses that a limit of length cut
+CUT = (2, 9)  # responses that a limit of length cut, the second without a reward at the cut
 
 
 def head_weight(hidden):
@@ -17,7 +17,8 @@ def head_weight(hidden):
 def rewards_of(rollouts):
     """A reward at every fifth decision, counted from 1, and one at the last."""
     return [
-        [0.5 if t % 5 == 0 else 0.0 for t in range(1, rollout.response.length)] + [1.0 - n % 3]
+        [0.5 if t % 5 == 0 else 0.0 for t in range(1, rollout.response.length)]
+        + [0.0 if n == CUT[1] else 1.0 - n % 3]
         for n, rollout in enumerate(rollouts)
     ]
 
@@ -138,7 +139,8 @@ def expected_critic(model, rollouts):
         return hidden[start : start + rollout.response.length] @ head
 
     def targets(values, rewards, is_cut, lam):
-        after, following, found = 0.0, values[-1] if is_cut else 0.0, []
+        is_open = is_cut and rewards[-1] == 0
+        after, following, found = 0.0, values[-1] if is_open else 0.0, []
         for value, reward in zip(reversed(values), reversed(rewards), strict=True):
             after = reward + GAMMA * following - value + GAMMA * lam * after
             found.append(after)

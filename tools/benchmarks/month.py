@@ -71,7 +71,7 @@ class Month:
         self.steps = steps
         self.accidents = folder / "accidents.jsonl"
         self._process: subprocess.Popen[bytes] | None = None
-        self._sampled = 0
+        self._sampled, self._began = 0, 0.0
         self._prepare()
 
     def _prepare(self) -> None:
@@ -121,6 +121,7 @@ class Month:
     @contextlib.contextmanager
     def _started(self) -> Iterator[None]:
         paths = [str(self.folder / self.name), str(Path.cwd())]
+        self._began = time.time()
         with (self.folder / f"{self.name}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.cli", "train", "--config", str(self.config),
@@ -147,8 +148,14 @@ class Month:
                 self._sampled = step
                 self._sample(step)
             count = len(read_rows(self.accidents)) if self.every else 0
-            if self.every and (count + 1) * self.every <= step < self.steps:
+            is_due = self.every and (count + 1) * self.every <= step < self.steps
+            if is_due and self._records():  # not while it still loads
                 self._strike(count)
+
+    def _records(self) -> bool:
+        """Return whether this start of the run has written its metrics."""
+        file = self.run / "metrics.jsonl"
+        return file.exists() and file.stat().st_mtime > self._began
 
     def _strike(self, number: int) -> None:
         """Make the accident of this number, wait until it is over, and record what it cost."""

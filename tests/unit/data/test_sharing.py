@@ -19,6 +19,7 @@ from megatron_rl.distributed.context_attention import build_attention_plan, cont
 from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
+from megatron_rl.objectives.values import GaeSettings, compute_targets
 from megatron_rl.trainer.route_files import token_keys
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.unit.objectives.mutate import mutated
@@ -193,6 +194,36 @@ def test_mistakes_are_caught(mistake):
             assert gap() > 1e-6
         except (AssertionError, ValueError, IndexError, TypeError):
             return
+
+
+@pytest.mark.parametrize("discount", ["token", "turn"])
+def test_advantages_of_a_critic_are_those_of_whole_sequences(discount):
+    """Also where a replaced history shares its beginning with the one before it."""
+    rollouts, draw, found = make_rollouts(2, samples=6), np.random.default_rng(3), []
+    values, rewards = (
+        [draw.normal(size=one.response.length).astype(np.float32) for one in rollouts]
+        for _ in range(2)
+    )
+    settings = GaeSettings(0.9, 0.7, 0.8, discount=discount)
+    for sharing in (None, ALWAYS):
+        packs = plan(rollouts, sharing).micro_batches
+        rows = [None] * len(rollouts)
+        both = (packing.scatter_to_packs(packs, each) for each in (values, rewards))
+        for pack, value, reward in zip(packs, *both, strict=True):
+            layout = SequenceLayout(
+                pack.sequence_lengths, pack.response_mask, joined=pack.joined,
+                parents=pack.parents, used=pack.used,
+            )  # fmt: skip
+            cut = torch.zeros_like(pack.response_mask)
+            targets = compute_targets(layout, value, reward, cut=cut, settings=settings)
+            for index, part, mask in zip(
+                pack.rollout_indices, targets.advantages.split(list(pack.lengths)),
+                pack.response_mask.split(list(pack.lengths)), strict=True,
+            ):  # fmt: skip
+                if index >= 0:
+                    rows[index] = part[mask].tolist()
+        found.append(rows)
+    assert found[0] == found[1] and any(one.response.restarts for one in rollouts)
 
 
 def group(index, prompt, lengths):

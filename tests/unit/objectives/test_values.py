@@ -41,7 +41,8 @@ def targets_by_loop(values, rewards, cut, *, lam, gamma, by_turn):
     for turns in TURNS:
         tokens = [token for turn in turns for token in turn]
         after = 0.0
-        next_value = values[tokens[-1]] if cut[tokens[-1]] else 0.0
+        is_open = cut[tokens[-1]] and rewards[tokens[-1]] == 0
+        next_value = values[tokens[-1]] if is_open else 0.0
         for token in reversed(tokens):
             ends = any(token == turn[-1] for turn in turns) or not by_turn
             g, x = (gamma, lam(len(tokens))) if ends else (1.0, 1.0)
@@ -52,8 +53,10 @@ def targets_by_loop(values, rewards, cut, *, lam, gamma, by_turn):
 
 @pytest.mark.parametrize("discount", ["token", "turn"])
 @pytest.mark.parametrize("alpha", [None, 0.9])
-def test_targets_equal_the_loop(discount, alpha):
+@pytest.mark.parametrize("reward_at_cut", [0.0, -0.5])
+def test_targets_equal_the_loop(discount, alpha, reward_at_cut):
     layout, values, rewards, cut = example()
+    rewards[12] = reward_at_cut
     settings = GaeSettings(0.9, 0.7, 0.8, alpha, discount)
     found = compute_targets(layout, values, rewards, cut=cut, settings=settings)
     lists = [x.double().tolist() for x in (values, rewards)]
@@ -68,6 +71,17 @@ def test_targets_equal_the_loop(discount, alpha):
         a + v if own else 0 for a, v, own in zip(target, lists[0], MASK.tolist(), strict=True)
     ]
     assert found.returns.tolist() == pytest.approx(returns, abs=1e-6)
+
+
+@pytest.mark.parametrize(("reward", "limit"), [(1.0, 1.0), (-0.5, -0.5), (0.0, 0.3)])
+def test_values_of_cut_responses_stay_bounded(reward, limit):
+    """Where they are fitted to their own targets again and again, with gamma 1."""
+    layout, values, rewards, cut = example()
+    rewards[10:13] = torch.tensor([0.0, 0.0, reward])
+    values[12] = 0.3
+    for _ in range(50):
+        values = compute_targets(layout, values, rewards, cut=cut, settings=GaeSettings()).returns
+    assert values[10:13].tolist() == pytest.approx([limit] * 3)
 
 
 def test_turns_end_before_observations_and_at_the_end_of_a_sequence():
