@@ -48,6 +48,8 @@ KEPT_OF_NUCLEUS = 16  # tokens that top-p or min-p keep, generously
 SUGGESTIONS = 2  # number of suggestions to find
 # Settings of engines that are among the suggestions; the actor, and so a dry run, has none of them.
 OF_ENGINES = {"rollout.gpu_memory_utilization": 0.5, "rollout.tensor": 1}
+# The responses of a pack may all have different prompts.
+WHOLE = {"trainer.share_prompts": False}
 TRAINING, PUSH, GENERATING, ENGINE = "training", "a weight push", "generating", "the engine's share"
 SENDING = "sending weights"  # to engines on ranks of their own
 HOST = "a process on the host"
@@ -399,7 +401,7 @@ def find_lacking(
     """
     trainers, _ = config.sides(processes)
     done = {} if done is None else done
-    actor = apply_changes(config, OF_ENGINES)
+    actor = apply_changes(config, OF_ENGINES | WHOLE)
     dry_runs = []
     for rank in stage_ranks(config, trainers):
         key = actor.model_dump_json(), trainers, rank

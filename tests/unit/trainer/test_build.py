@@ -53,7 +53,7 @@ def test_checkpoint_loads_before_engine_allocates_memory(tmp_path, monkeypatch):
     def build_scripted_engine(config, topology, *, hooks):
         assert not hooks.should_stop()
         events.append("engine")
-        return SimpleNamespace(describe_stop=lambda: "")
+        return SimpleNamespace(describe_stop=lambda: "", without_effect=None)
 
     monkeypatch.setattr(build, "MegatronActor", ScriptedActor)
     monkeypatch.setattr(build, "build_engine", build_scripted_engine)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import cli
+from megatron_rl.apps.planning import fit
 from megatron_rl.apps.planning import search as search_module
 from megatron_rl.apps.planning.dry_run import dry_run_rank, stage_ranks
 from megatron_rl.apps.planning.fit import ENGINE_ASLEEP, RESERVE, check_fit, response_bytes
@@ -196,7 +197,7 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     stages, replicas = planner.stages(layout, runs)
     memory = planner.memory(layout, stages, replicas)
     option = planner.evaluate(layout, runs)
-    config = config_of(option, planner.config)
+    config = fit.apply_changes(config_of(option, planner.config), fit.WHOLE)
     whole = [
         dry_run_rank(config, processes=layout.world_size, rank=rank)
         for rank in stage_ranks(config, layout.world_size)
