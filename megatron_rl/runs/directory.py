@@ -223,12 +223,19 @@ class RunDirectory:
         try:
             # Through the locked file: closing another one would release the lock.
             now = os.pread(self._lock.fileno(), 1 << 12, 0).decode(errors="replace")
-        except OSError:  # so NFS reports a lock that it has lost
+            is_there = os.path.samestat(os.fstat(self._lock.fileno()), os.stat(self.path / LOCK))
+        except OSError:  # so NFS reports a lock that it has lost; or somebody removed the file
+            is_there = False
+        if not is_there:
             self._lock.close()
             self._lock = (self.path / LOCK).open("a+", encoding="utf-8")
-            try_lock(self._lock)
+            is_ours = try_lock(self._lock)
             self._lock.seek(0)
             now = self._lock.read()
+            if is_ours and not now:
+                self._lock.write(self._owner)
+                self._lock.flush()
+                now = self._owner
         if now != self._owner:
             other = now.splitlines()[0] if now else "another start"
             raise UserError(

@@ -19,7 +19,7 @@ def test_a_run_with_an_accident_every_ten_steps_equals_an_undisturbed_one(tmp_pa
     runs.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300M", "month", str(runs)]
     is_mounted = not os.getuid() and not subprocess.run(mount, check=False).returncode
-    command = [sys.executable, "tools/benchmarks/soak.py", "--month", str(tmp_path),
+    command = [sys.executable, "-m", "tools.benchmarks.soak", "--month", str(tmp_path),
                "--steps", str(STEPS), "--every", str(EVERY)]  # fmt: skip
     try:
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """A month of accidents in a short time: a run of small steps, disturbed again and again.
 
-    python tools/benchmarks/soak.py --month FOLDER [--steps 2000] [--every 50] [--only calm]
+    python -m tools.benchmarks.soak --month FOLDER [--steps 2000] [--every 50] [--only calm]
 
 Two runs of the same settings are made in FOLDER: `calm`, which nothing disturbs, and `troubled`,
 which has an accident of a random kind every `--every` steps and is started again by the same

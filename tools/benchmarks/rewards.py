@@ -1,6 +1,6 @@
 """Answers per second that the default verifier grades, by number of workers.
 
-    PYTHONPATH=. python tools/benchmarks/rewards.py [--workers 2] [--answers 4000]
+    python -m tools.benchmarks.rewards [--workers 2] [--answers 4000]
 
 The answers resemble model output for problems with short results: 60% integers, 20% fractions, 10%
 expressions, 10% without an answer; half of the rest are correct. `hostile` adds one answer per

@@ -1,6 +1,6 @@
 """Conversations of eight turns, some of which misbehave: what is left, and what the others earn.
 
-    PYTHONPATH=. python tools/benchmarks/soak.py [--conversations 20000] [--concurrent 64] \
+    python -m tools.benchmarks.soak [--conversations 20000] [--concurrent 64] \
         [--misbehave 0.05] [--step 1000] [--kill-every 700] [--output soak.csv]
 
 A scripted policy talks to the real pool. The first run has no misbehaviour. In the second one a

@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import read_grade
 from megatron_rl.runs.checkpoints import MANIFEST, file_names, sum_files
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.runs.files import LOCK, read_metrics
 from megatron_rl.telemetry.metrics import MetricLog
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.ranks import run_ranks
@@ -138,6 +138,20 @@ def test_earlier_of_two_starts_records_nothing_more(tmp_path, monkeypatch, is_lo
     later.lock()
     later.check_owner()
     with pytest.raises(UserError, match=rf"was taken over by process {os.getpid()} on \S+; this"):
+        earlier.check_owner()
+    later.check_owner()
+
+
+def test_removed_lock_is_written_again_or_lost_to_a_later_start(tmp_path):
+    """Somebody tidies the directory up: the next start must still see this one."""
+    earlier, later = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    earlier.lock()
+    (tmp_path / LOCK).unlink()
+    earlier.check_owner()
+    assert (tmp_path / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    (tmp_path / LOCK).unlink()
+    later.lock()
+    with pytest.raises(UserError, match="was taken over by process"):
         earlier.check_owner()
     later.check_owner()
 
