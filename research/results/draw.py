@@ -1,23 +1,20 @@
-"""Draw the figures of ../results.md, which lie beside this file, from reuse.parquet.
+"""Draw the figures of ../docs/results.md, which lie beside this file, from reuse.parquet.
 
-python research/results/draw.py
+python -m research.results.draw
 """
 
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
+from research.results.runs import Point, Run, read_reuse
 from research.study.statistics import paired_interval
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))
-
-from runs import Point, Run, read_reuse  # noqa: E402  a script beside this one
 
 COLORS = {"pnpo": "#2f6db3", "pnpo_one_sided": "#2b9db0", "gspo": "#d9822b", "grpo": "#b3477d",
           "gspo_tight_low": "#4d7c0f"}  # fmt: skip

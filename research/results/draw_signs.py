@@ -1,21 +1,19 @@
-"""Draw the figures of ../second-study.md, which lie beside this file, from signs.parquet.
+"""Draw the figures of ../docs/second-study.md, which lie beside this file, from signs.parquet.
 
-python research/results/draw_signs.py
+python -m research.results.draw_signs
 """
 
 import itertools
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 
-FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))
+from research.results.signs import by_run, read_stored
 
-from signs import by_run, read_stored  # noqa: E402  a script beside this one
+FOLDER = Path(__file__).parent
 
 FAMILIES = {"sum": (2, 3), "corrected": (3, 4), "machine": (2, 3), "rare": (2, 3)}
 COLORS = {"positive_only": "#111827", "balanced": "#2f6db3", "gspo_low_0.005": "#d9822b",

@@ -1,22 +1,19 @@
-"""Put the tables of both studies into ../results.md, from reuse.parquet and tolerances.parquet.
+"""Put the tables of both studies into ../docs/results.md, from their .parquet files.
 
-python research/results/tables.py
+python -m research.results.tables
 """
 
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from research.results.runs import Run, read_reuse, read_tolerances
 from research.study.statistics import paired_interval
 from research.study.study_plan import PlannedRun, load_study
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))
 
-from runs import Run, read_reuse, read_tolerances  # noqa: E402  a script beside this one
-
-RESULTS = FOLDER.parent / "results.md"
+RESULTS = FOLDER.parent / "docs" / "results.md"
 EXAMPLES = FOLDER.parent / "configs"
 PUBLISHED = {"low": 0.2, "high": 0.28}  # of GRPO, where a run gives no bounds
 RATES = {"0.0002": "2e-4", "0.0004": "4e-4", "0.0008": "8e-4"}

@@ -1,6 +1,6 @@
 """How the stored model of the tiny task was trained: on correct solutions, then on noisy ones.
 
-    PYTHONPATH=. python -m research.tasks.tiny_model --output .cache/tiny_model
+    python -m research.tasks.tiny_model --output .cache/tiny_model
 
 One core needs two to three minutes, with one thread and kernels that round identically on every
 x86-64 processor with AVX2, so that equal settings produce equal models.

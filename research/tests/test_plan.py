@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_rl.config import ConfigError, dump_config, load_config
+from research.results.signs import without_calibrated
 from research.study.study_plan import StudyFile, config_digest, load_study, plan_study
-from research.tests.test_second_study import without_calibrated
 
 BASE = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"prompts_per_step": 8}}
 AXES = {

@@ -17,15 +17,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "research" / "results" / "signs.py"))
 
 
-def without_calibrated(folder):
-    """The study's file without the bounds of `calibrated`, which later releases do not have."""
-    text = (ROOT / SCRIPT["FILE"]).read_text()
-    bounds = ", constraint: {reject_negative: 0.5, reject_positive: 0}"
-    assert text.count(bounds) == 1
-    (folder / "study.yaml").write_text(text.replace(bounds, ""))
-    return folder / "study.yaml"
-
-
 @pytest.fixture(scope="module")
 def stored():
     return SCRIPT["by_run"](SCRIPT["read_stored"]())
@@ -33,7 +24,7 @@ def stored():
 
 def test_stored_runs_are_restored_as_finished_ones(stored, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    study = load_study(without_calibrated(tmp_path), [])
+    study = load_study(SCRIPT["without_calibrated"](tmp_path), [])
     section = {"run": study.runs[0].config.run.model_copy(update={"dir": str(tmp_path / "runs")})}
     runs = [
         replace(run, config=run.config.model_copy(update=section))

@@ -1,6 +1,6 @@
 """Fault tolerance: runs with injected faults must end exactly like an undisturbed run.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python -m research.tools.chaos [--kills 50] [--minutes 10]
+    OMP_NUM_THREADS=1 python -m research.tools.chaos [--kills 50] [--minutes 10]
         [--parts kills hangs signals damage goodput] [--seed 0] [--output FOLDER]
         [--set "lora={rank: 8, alpha: 16}" optimizer.learning_rate=8e-4]
 

@@ -4,7 +4,7 @@ TRL is imported if it is installed (anywhere on PYTHONPATH). The loss functions 
 prime-rl are extracted from local copies of `verl/trainer/ppo/core_algos.py` and
 `prime_rl/trainer/rl/loss.py`, whose imports would need a full verl or prime-rl:
 
-    PYTHONPATH=. python research/tools/compare_implementations.py --verl core_algos.py \
+    python -m research.tools.compare_implementations --verl core_algos.py \
         --prime-rl loss.py
 
 Prints, for each pair, the largest relative difference of the gradients and, if both define the same

@@ -1,6 +1,6 @@
 """Planned steps with engines on ranks of their own or shared ones: docs/engine-ranks.md's table.
 
-    PYTHONPATH=. python -m research.tools.engine_split [--models NAME ...] [--device h100]
+    python -m research.tools.engine_split [--models NAME ...] [--device h100]
 
 No model and no device is needed: memory and FLOPs come from dry runs, seconds from the planner's
 rates. For each model and workload the fastest layout of all devices that share their time is

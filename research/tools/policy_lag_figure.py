@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import matplotlib  # noqa: E402
+import numpy as np  # noqa: E402
 
 matplotlib.use("svg")
 matplotlib.rcParams |= {"svg.hashsalt": "policy lag", "svg.fonttype": "none"}
@@ -56,7 +57,7 @@ def walk(schedule):
 
 
 def _group(slot: PromptSlot, step: int) -> PromptGroup:
-    return PromptGroup(slot, (), (), (), 0.0, generated_at_step=step, updates=0)
+    return PromptGroup(slot, (), np.zeros(0), 0.0, generated_at_step=step, updates=0)
 
 
 def draw(file: Path) -> None:

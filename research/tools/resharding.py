@@ -1,8 +1,8 @@
 """Measure the weight push: gathering all weights against the push schedule.
 
-    python research/tools/resharding.py bytes               every layout of 8 processes
-    python research/tools/resharding.py time 10M            seconds of every layout
-    python research/tools/resharding.py time 100M 2,2,2:2 4,2,1:1 --dtype bfloat16
+    python -m research.tools.resharding bytes               every layout of 8 processes
+    python -m research.tools.resharding time 10M            seconds of every layout
+    python -m research.tools.resharding time 100M 2,2,2:2 4,2,1:1 --dtype bfloat16
                                               tensor,pipeline,data:vLLM tensor, one or more
 
 `time` starts 8 gloo processes on this machine, each with its shards of the actor and of an engine's

@@ -1,6 +1,6 @@
 """Draw what a gated delta net sends per layer under context parallelism, by formula.
 
-    PYTHONPATH=. python -m research.tools.scan_figure --output research/docs/gated_delta_bytes.svg
+    python -m research.tools.scan_figure --output research/docs/gated_delta_bytes.svg
 
 One sequence, 16 key heads and 32 value heads of 128 (Qwen3.5-35B-A3B): bytes that a rank sends
 forward for the maps of chunks in float32 (`megatron_rl/distributed/gated_delta.py`), and for an

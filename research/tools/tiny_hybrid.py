@@ -1,6 +1,6 @@
 """Make the quickstart's task with a tiny Qwen3.5: three gated delta nets and one full attention.
 
-    PYTHONPATH=. python -m research.tools.tiny_hybrid --output .cache/tiny_hybrid
+    python -m research.tools.tiny_hybrid --output .cache/tiny_hybrid
     megatron-rl train examples/pnpo/quickstart.yaml model.path=.cache/tiny_hybrid/model \\
         data.train=.cache/tiny_hybrid/train.parquet \\
         'eval.sets={heldout: .cache/tiny_hybrid/heldout.parquet}'
