@@ -34,7 +34,7 @@ from megatron_rl.actor import device as device_module
 from megatron_rl.actor import dry_run_kernels, gated_delta_net, layers
 from megatron_rl.actor import reference as reference_module
 from megatron_rl.actor import training as training_module
-from megatron_rl.distributed import context_attention
+from megatron_rl.distributed import context_attention, joined_attention
 from megatron_rl.distributed.topology import Topology
 
 Patch = tuple[Any, str, Any]
@@ -162,6 +162,16 @@ class Stage:
             (megatron_random, "_set_cuda_rng_state", _nothing),
             (megatron_random.CudaRNGStatesTracker, "fork", _no_fork),
             (context_attention, "attend_fused", kernels.attention(self.count_flops)),
+            *(
+                (
+                    joined_attention,
+                    name,
+                    kernels.joined(
+                        getattr(joined_attention, name), self.count_flops, products=products
+                    ),
+                )
+                for name, products in (("attend", 2), ("attend_backward", 5))
+            ),
             (layers, "rms_norm", kernels.rms_norm),
             (gated_delta_net, "find_kernel", lambda: kernels.gated_delta(self.count_flops)),
             (fused_bias_geglu, "geglu", kernels.swiglu),

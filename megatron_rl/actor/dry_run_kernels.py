@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.actor.layers import rms_norm as computed_rms_norm
 from megatron_rl.distributed.context_attention import with_sink
+from megatron_rl.distributed.joined_attention import Call
 
 
 class _Norm(torch.autograd.Function):
@@ -127,6 +128,22 @@ def attention(count: Callable[[int], None]) -> Callable[..., Tensor]:
         if repeats > 1 and (cut or query.dtype == torch.float32):  # as in `attend_fused`
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         return _Attention.apply(query, key, value, count, window)
+
+    return attend
+
+
+def joined(
+    kernel: Callable[..., Any], count: Callable[[int], None], *, products: int
+) -> Callable[..., Any]:
+    """Return `joined_attention.attend`, or its backward, that reports the FLOPs of its products.
+
+    torch's own functions for the `meta` device allocate what the kernels do.
+    """
+
+    def attend(*tensors: Tensor, call: Call, **named: Any) -> Any:
+        _, heads, size = tensors[0].shape
+        count(2 * products * call.pairs * heads * size)
+        return kernel(*tensors, call=call, **named)
 
     return attend
 

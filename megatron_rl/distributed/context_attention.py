@@ -21,7 +21,9 @@ With a sliding window of w tokens, a query at position i of its sequence attends
 *Parents.* The keys of a sequence that continues others are those of its ancestors, without their
 padding, and its own: the plan's key rows name a parent's rows once for each sequence that sees
 them. Their gradients are then added from the youngest sequences up, in a fixed order. The copies
-exist during one layer's pass; above KEPT_BYTES they are selected again in the backward pass.
+exist during one layer's pass; above KEPT_BYTES they are selected again in the backward pass. On
+CUDA, `joined_attention` copies no keys, except where a window hides some (it then copies at most a
+window for each sequence) or in float32, for which its kernel does not exist.
 
 *On a CPU*, one head after another. Queries, keys and values are stored by head, [heads, slots, d]:
 batched matrix products then read the short sequences of a block without a copy, and one head's
@@ -48,6 +50,7 @@ from megatron_rl.distributed.collectives import (
     sum_to_owners,
     to_device,
 )
+from megatron_rl.distributed.joined_attention import Call, JoinedAttention, build_calls, can_join
 from megatron_rl.distributed.sequence_layout import INDEX, SequenceLayout
 
 
@@ -351,6 +354,7 @@ class AttentionPlan:
     # of each sequence with a parent, the youngest first: slots of its parent's keys, and of the
     # same keys as it sees them
     copies: list[tuple[slice, slice]]
+    joined: list[Call] | None = None  # the same without copies, where sequences have parents
 
     def adds_keys(self, group: Group) -> bool:
         """Return True if the slots hold more keys than this rank's own tokens have."""
@@ -519,8 +523,16 @@ class _PlanBuilder:
         key_rows, key_slots = self._maps(self.key_rows, self.key_real)
         return AttentionPlan(
             query_rows, query_slots, key_rows, key_slots, self.blocks, self.fused, self.window,
-            self._copies(),
+            self._copies(), self._joined_calls(),
         )  # fmt: skip
+
+    def _joined_calls(self) -> list[Call] | None:
+        is_cut = self.window is not None and self.window < max(self.layout.depths) + max(
+            self.layout.lengths
+        )
+        if not self.fused or is_cut or not self.layout.parents:
+            return None
+        return build_calls(self.layout, device=self.device)
 
     def _copies(self) -> list[tuple[slice, slice]]:
         """Return `AttentionPlan.copies`: a child's slots begin with its parent's, maybe cut off."""
@@ -747,6 +759,9 @@ def context_attention(
     for 1 / sqrt(d). sinks: [H], a further score of every query, without a value (arXiv 2309.17453):
     the weights of the keys then sum to less than 1. Their gradient is that of this rank's queries.
     """
+    if plan.joined and can_join(query):
+        calls = plan.joined
+        return JoinedAttention.apply(query, key, value, sinks, calls, group, scale, KEPT_BYTES)
     if plan.fused:
         return _FusedAttention.apply(query, key, value, sinks, plan, group, scale)
     return PackedAttention.apply(query, key, value, sinks, plan, group, scale, KEPT_BYTES)

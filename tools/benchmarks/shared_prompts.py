@@ -1,4 +1,4 @@
-"""Common beginnings computed once, against whole sequences and against padded transformers.
+"""Common beginnings computed once, against whole sequences, padded transformers and TRL.
 
     python -m tools.benchmarks.shared_prompts [--cases 1024/64 ...] [--repeats 3] [--hidden 576]
 
@@ -7,6 +7,7 @@ log-probs of the behavior policy and one update, the seconds of the fastest repe
 process's largest memory grew. The ways take turns, so that a busy machine slows all of them.
 Two bounds: the ratio of rows, which all linear layers have, and that of all operations, since a
 response still attends to each token of its prompt. The head computes the same tokens both ways.
+`TRL` is TRL's own trainer, which `python tools/benchmarks/against_trl.py install` installs.
 With --ranks, two ranks of context parallelism count the bytes and messages of both ways instead.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import itertools
 import json
 import resource
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -36,7 +38,7 @@ GROUPS = {
     "50/16": (50, 16, 64),
 }
 CASES = (*GROUPS, "agent", "replaced")
-WAYS = ("whole", "shared", "transformers")
+WAYS = ("whole", "shared", "transformers", "TRL")
 VOCABULARY, LAYERS = 2048, 4
 
 
@@ -160,21 +162,40 @@ class Traffic(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def split_texts(case: str) -> list[tuple[list[int], list[int]]]:
+    """Return each sequence's prompt and the tokens behind it; a replaced history begins another."""
+    texts = []
+    for one in make_rollouts(case):
+        prompt, rest = list(one.prompt.token_ids), one.response.token_ids.tolist()
+        bounds = [0, *one.response.restarts, len(rest)]
+        pieces = [rest[a:b] for a, b in itertools.pairwise(bounds)]
+        texts += [(prompt, pieces[0]), *((prompt, piece[len(prompt) :]) for piece in pieces[1:])]
+    return texts
+
+
+def run_trl(folder: str, case: str, repeats: int) -> str:
+    """Run the passes by TRL's own trainer."""
+    from tools.benchmarks.against_trl import TRL
+
+    texts = Path(folder) / "texts.json"
+    texts.write_text(json.dumps(split_texts(case)), encoding="utf-8")
+    program = Path(__file__).with_name("trl_passes.py")
+    command = [str(TRL / "bin" / "python"), str(program), folder, str(texts), str(repeats)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()[-1]
+
+
 def run_transformers(rank: int, ranks: int, folder: str, case: str, way: str, repeats: int) -> str:
     """Run the same passes by transformers on padded whole sequences, as TRL computes them."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts = []
-    for one in make_rollouts(case):
-        whole = [*one.prompt.token_ids, *one.response.token_ids.tolist()]
-        bounds = [0, *(len(one.prompt.token_ids) + r for r in one.response.restarts), len(whole)]
-        texts += [whole[a:b] for a, b in itertools.pairwise(bounds)]
+    texts = [prompt + rest for prompt, rest in split_texts(case)]
     longest = max(map(len, texts))
     ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
-    keep = longest - min(len(one.prompt.token_ids) for one in make_rollouts(case)) + 1
+    keep = longest - min(len(prompt) for prompt, _ in split_texts(case)) + 1
 
     def logprobs() -> torch.Tensor:
         logits = model(ids, attention_mask=mask, logits_to_keep=keep).logits[:, :-1]
@@ -206,10 +227,14 @@ def main() -> None:
         for case in arguments.cases:
             found = {}
             for way in arguments.ways:
-                run = run_transformers if way == "transformers" else run_actor
-                ranks = 1 if way == "transformers" else arguments.ranks
-                options = (folder, case, way, arguments.repeats)
-                found[way] = json.loads(run_ranks(run, ranks, *options, timeout=3000)[0])
+                options, ranks = (folder, case, way, arguments.repeats), arguments.ranks
+                if way == "TRL":
+                    found[way] = json.loads(run_trl(folder, case, arguments.repeats))
+                elif way == "transformers":
+                    found[way] = json.loads(run_ranks(run_transformers, 1, *options)[0])
+                else:
+                    done = run_ranks(run_actor, ranks, *options, timeout=3000)
+                    found[way] = json.loads(done[0])
             base = found.get("whole")
             for way, one in found.items():
                 line = f"{case:>9} {way:<12} " + "  ".join(

@@ -71,6 +71,8 @@ def _attend_on_rank(
     if sinks:
         further = {"scale": SCALE, "sinks": torch.tensor(SINKS).requires_grad_()}
     plan = build_attention_plan(layout, window=window, fused=fused)
+    is_cut = window is not None and window < max(layout.depths) + max(lengths)
+    assert bool(plan.joined) == (fused and not is_cut and bool(layout.parents))
     if (
         fused and world_size > 1 and window is None and not parents
     ):  # two chunks of all sequences of one length at once
@@ -204,8 +206,9 @@ TREES = {
 }
 
 
-TREE_OPTIONS = ((None, False, False), (None, True, True), (9, False, False), (9, True, True),
-                (70, True, False), (300, False, True))  # fmt: skip
+TREE_OPTIONS = ((None, False, False), (None, False, True), (None, True, True),
+                (9, False, False), (9, True, True), (70, True, False),
+                (300, False, True))  # fmt: skip
 
 
 def _tree_cases():
@@ -250,6 +253,20 @@ def test_copies_of_keys_are_selected_again_in_the_backward_pass(monkeypatch):
         results.append([out, *(leaf.grad for leaf in leaves)])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert saved[1] == 220 * 128 and saved[4] == 820 * 128
+
+
+def test_a_gpu_copies_no_keys():
+    """As saved for the backward pass: 220 tokens' queries, keys with values, outputs, sums."""
+    lengths, parents, saved = (100, *[20] * 6), (-1, *[0] * 6), []
+    mask = torch.ones(sum(lengths), dtype=torch.bool)
+    layout = SequenceLayout(lengths, mask, parents=parents, used=lengths)
+    *leaves, grad = (x.requires_grad_() for x in _inputs(lengths))
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.nbytes) or x, lambda x: x
+    ):
+        plan = build_attention_plan(layout, fused=True)
+        context_attention(*leaves, plan=plan, group=None).backward(grad)
+    assert saved == [220 * 128, 220 * 128, 220 * 128, 220 * 4 * HEADS]
 
 
 def test_plan_skips_keys_before_the_window(monkeypatch):
