@@ -23,7 +23,7 @@ def test_attention_counts_visible_pairs(queries, window):
 
 
 def test_joined_attention_counts_visible_pairs_and_fits_the_kernel_on_a_device(monkeypatch):
-    """Of a prompt of 12 tokens with two responses of 4; `meta` checks shapes of CUDA's kernel."""
+    """A prompt of 12 tokens with two responses of 4; `meta` checks the shapes of CUDA's kernel."""
     layout = SequenceLayout((12, 4, 4), torch.ones(20).bool(), parents=(-1, 0, 0), used=(12, 4, 4))
     calls = joined_attention.build_calls(layout, device=torch.device("meta"))
     assert [call.pairs for call in calls] == [78 + 10 + 10, 8 * 12]
