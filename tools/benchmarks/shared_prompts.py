@@ -3,8 +3,8 @@
     python -m tools.benchmarks.shared_prompts [--cases 1024/64 ...] [--repeats 3] [--hidden 576]
 
 A model with random weights on one CPU thread. Every case and way runs in a process of its own: the
-log-probs of the behavior policy and one update, the seconds of the fastest repeat, and how much the
-process's largest memory grew. The ways take turns, so that a busy machine slows all of them.
+log-probs of the behavior policy and one update, the processor seconds of the fastest repeat, and
+how much the process's largest memory grew. The ways take turns, so that a busy machine slows all of them.
 Two bounds: the ratio of rows, which all linear layers have, and that of all operations, since a
 response still attends to each token of its prompt. The head computes the same tokens both ways.
 `TRL` is TRL's own trainer, which `python tools/benchmarks/against_trl.py install` installs.
@@ -118,12 +118,12 @@ def run_actor(rank: int, ranks: int, folder: str, case: str, way: str, repeats: 
     packs, objective = minibatch.micro_batches, build_objective("pnpo")
     before, best, traffic = _memory(), float("inf"), Traffic()
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         with traffic:
             for pack, logprobs in zip(packs, actor.compute_logprobs(packs), strict=True):
                 pack.behavior_logprobs = logprobs
             actor.update(minibatch, objective)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     report = {
         "seconds": best, "MiB": _memory() - before, "rows": sum(len(p.tokens) for p in packs),
         "cost": sum(_cost(pack, actor.shape) for pack in packs),
@@ -203,11 +203,11 @@ def run_transformers(rank: int, ranks: int, folder: str, case: str, way: str, re
 
     before, best = _memory(), float("inf")
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         with torch.no_grad():
             logprobs()
         logprobs().mean().backward()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return json.dumps({"seconds": best, "MiB": _memory() - before, "rows": ids.numel()})
 
 

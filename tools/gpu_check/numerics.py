@@ -78,37 +78,48 @@ def attention_inputs(lengths, dtype, heads=(8, 2, 2), size=64):
     ]
 
 
-def attend(lengths, inputs):
-    """Attend within sequences by the kernels in use on CUDA; [T, H, d]."""
+def attend(lengths, inputs, parents=()):
+    """Attend within sequences, and to their parents, by the kernels in use on CUDA; [T, H, d]."""
     from megatron_rl.distributed.context_attention import build_attention_plan, context_attention
     from megatron_rl.distributed.sequence_layout import SequenceLayout
 
     mask = torch.ones(sum(lengths), dtype=torch.bool, device=DEVICE)
-    plan = build_attention_plan(SequenceLayout(lengths, mask), fused=True)
+    layout = SequenceLayout(lengths, mask, parents=parents, used=lengths)
+    plan = build_attention_plan(layout, fused=True)
     return context_attention(*inputs, plan=plan, group=None)
 
 
+def plain_attention(lengths, inputs, parents=()):
+    """Attend in float32, sequence by sequence, behind the keys of its parent; [T, H, d]."""
+    query, *keys = (x.float().split(lengths) for x in inputs)
+    parts = []
+    for sequence, parent in enumerate(parents or [-1] * len(lengths)):
+        seen = [parent, sequence] if parent >= 0 else [sequence]
+        k, v = (torch.cat([x[one] for one in seen]).transpose(0, 1)[None] for x in keys)
+        q = query[sequence].transpose(0, 1)[None]
+        places = torch.arange(k.shape[2], device=DEVICE)
+        mask = places <= places[-q.shape[2] :, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
 def check_attention(row):
-    """Compare packed attention with plain attention per sequence, in both dtypes."""
+    """Compare packed attention with plain attention per sequence, in both dtypes, and in trees."""
     lengths = (1024, 96, 2048, 512)
-    for dtype, output_bound, gradient_bound in ((LOW, 3e-2, 2e-2), (torch.float32, 1e-3, 1e-3)):
-        torch.manual_seed(0)
-        inputs = attention_inputs(lengths, dtype)
-        mine = attend(lengths, inputs)
-        parts = []
-        for sequence in zip(*(x.split(lengths) for x in inputs), strict=True):
-            q, k, v = (x.transpose(0, 1).float()[None] for x in sequence)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
-        plain = torch.cat(parts)
-        name = str(dtype)[6:]
-        error = (mine.float() - plain).abs().max().item()
-        row.at_most(f"{name} output error", error, output_bound)
-        weights = torch.randn_like(plain)
-        got = torch.autograd.grad((mine.float() * weights).sum(), inputs)
-        want = torch.autograd.grad((plain * weights).sum(), inputs)
-        gap = max(((g - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True))
-        row.at_most("gradient error", gap, gradient_bound)
+    for parents, name in (((), ""), ((-1, 0, -1, 2), " behind parents")):
+        for dtype, output_bound, gradient_bound in ((LOW, 3e-2, 2e-2), (torch.float32, 1e-3, 1e-3)):
+            torch.manual_seed(0)
+            inputs = attention_inputs(lengths, dtype)
+            mine = attend(lengths, inputs, parents)
+            plain = plain_attention(lengths, inputs, parents)
+            error = (mine.float() - plain).abs().max().item()
+            row.at_most(f"{str(dtype)[6:]} output error{name}", error, output_bound)
+            weights = torch.randn_like(plain)
+            got = torch.autograd.grad((mine.float() * weights).sum(), inputs)
+            want = torch.autograd.grad((plain * weights).sum(), inputs)
+            gap = max(((g - w).norm() / w.norm()).item() for g, w in zip(got, want, strict=True))
+            row.at_most("gradient error", gap, gradient_bound)
 
 
 def check_chunks(row):
