@@ -4,7 +4,7 @@
 
 A model with random weights on one CPU thread. Every case and way runs in a process of its own: the
 log-probs of the behavior policy and one update, the processor seconds of the fastest repeat, and
-how much the process's largest memory grew. The ways take turns, so that a busy machine slows all of them.
+how much the process's largest memory grew. The ways take turns, so that a busy machine slows each.
 Two bounds: the ratio of rows, which all linear layers have, and that of all operations, since a
 response still attends to each token of its prompt. The head computes the same tokens both ways.
 `TRL` is TRL's own trainer, which `python tools/benchmarks/against_trl.py install` installs.
@@ -230,11 +230,10 @@ def main() -> None:
                 options, ranks = (folder, case, way, arguments.repeats), arguments.ranks
                 if way == "TRL":
                     found[way] = json.loads(run_trl(folder, case, arguments.repeats))
-                elif way == "transformers":
-                    found[way] = json.loads(run_ranks(run_transformers, 1, *options)[0])
-                else:
-                    done = run_ranks(run_actor, ranks, *options, timeout=3000)
-                    found[way] = json.loads(done[0])
+                    continue
+                is_ours = way != "transformers"
+                run, count = (run_actor, ranks) if is_ours else (run_transformers, 1)
+                found[way] = json.loads(run_ranks(run, count, *options, timeout=3000)[0])
             base = found.get("whole")
             for way, one in found.items():
                 line = f"{case:>9} {way:<12} " + "  ".join(
