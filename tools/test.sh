@@ -25,7 +25,7 @@ esac
 
 # Mathematics, layouts and weight plans, and the training loop with fakes. Tests there that start
 # ranks run in the other parts.
-FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config}.py
+FAST=(tests/unit/{objectives,data,preflight,trainer} tests/unit/test_{advantages,architecture,config,refusals}.py
     tests/unit/distributed/test_sequence_{layout,statistics}.py
     tests/unit/resharding/test_{push_schedule,pieces}.py tests/unit/rewards/test_math_answer.py)
 

@@ -132,24 +132,6 @@ def test_table_of_texts_is_read(tmp_path):
     assert json.loads(second.row) == {"question": "ab", "answer": "7", "level.name": "hard"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"question,answer\na,b,7\n", "row 1 after the header has 3 fields, and the header 2; qu"),
-        (b"question,answer\na,7\nb\n", "row 2 after the header has fewer fields"),
-        (b'question,answer\n"a"b,7\n', "line 2 is not CSV: ',' expected after '\"'"),
-        (b"question,answer\n\xff,7\n", "is not CSV: 'utf-8' codec can't decode byte 0xff"),
-        (b"question;answer\na;7\n", "has no column question, answer; it has question;answer"),
-        (b"question,answer\n", "holds no prompts"),
-    ],
-)
-def test_file_that_is_no_table_is_named(tmp_path, text, message):
-    path = tmp_path / "mine.csv"
-    path.write_bytes(text)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_prompt_file(path, ColumnsSection(prompt="question", answer="answer"))
-
-
 def test_extra_keys_of_message_reach_template(tmp_path):
     """And nulls, with which parquet fills up the keys of other rows, do not."""
     named = {"role": "user", "content": "ab", "name": "b"}
@@ -192,27 +174,6 @@ def test_questions_and_answers_of_one_s_own(tmp_path, write_file, ending):
     columns = ColumnsSection(prompt="question", answer="answer", source="level.name")
     prompts = load_prompts(path, build_tokenizer(), max_prompt_tokens=5, columns=columns)
     assert [prompt.data_source for prompt in prompts] == ["hard", "easy"]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"mine\.jsonl, line 2 is not JSON: Expecting property name"),
-        ("[1]", r"mine\.jsonl, line 2 is no JSON object: \[1\]"),
-        (
-            "{}",
-            r"mine\.jsonl, line 2: question must be a text or a list of chat messages, got None",
-        ),
-        ('{"question": "a"}', r"line 2: answer must be a non-empty text or a number, got None"),
-        ('{"question": "a", "answer": true}', r"line 2: answer must be a non-empty text or a num"),
-        ('{"question": "\udcff", "answer": 1}', r"mine\.jsonl, line 2 is not JSON: 'utf-8' codec"),
-    ],
-)
-def test_bad_line_is_named_before_any_tokenizer_is_loaded(tmp_path, line, message):
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line).encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=message):
-        check_prompt_file(path, ColumnsSection(prompt="question", answer="answer"))
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path):

@@ -115,57 +115,6 @@ def test_missing_and_null_rope_keys_are_read_as_by_transformers_or_refused(name,
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "named"),
-    [
-        # Read by vLLM and not by transformers, or by neither.
-        ("Qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "remove the key for ru"),
-        ("Qwen2", {"qk_layernorm": True}, r"=true \(unknown key\).*; remove an unknown key"),
-        # Of which one value is supported: by all, if not null, by experts, and by one architecture.
-        ("Llama", {"is_causal": False}, r"is_causal=false \(supported: true\)"),
-        ("Llama", {"rotary_pct": 0.25}, r"rotary_pct=0.25 \(supported: 1.0\)"),
-        ("Qwen3Moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
-        ("Qwen2", {"qkv_bias": False}, r"qkv_bias=false \(supported: true\)"),
-        ("Llama", {"n_routed_experts": 4}, r"n_routed_experts=4 \(unknown key\)"),
-        ("Llama", {"compression_config": {}}, r"compression_config=\{\}"),
-        ("Llama", {"model_type": "qwen2"}, "model_type 'qwen2'.*Qwen2ForCausalLM"),
-        ("Qwen3Moe", {"num_experts": 5}, "num_experts other than num_local_experts"),
-        ("Qwen2", {"head_dim": 8}, "head_dim 8 other than hidden_size / num_attention_heads"),
-        ("GptOss", {"experts_per_token": 3}, "experts_per_token other than num_experts_per_tok"),
-        # One expert of each token, whose normalised weight is 1.
-        ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "which are then 1"),
-        ("GptOss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with normalized weights"),
-        # Values that no model can have.
-        ("Qwen2", {"tie_word_embeddings": "false"}, "'false'; it must be true or false"),
-        ("Qwen2", {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be a number above 0"),
-        ("Qwen2", {"rope_theta": 0}, "rope_theta is 0.0"),
-        ("Qwen2", {"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ("Qwen3Moe", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 of 4 experts"),
-        ("Glm4Moe", {"n_group": 3, "topk_group": 1}, "topk_group=1 of n_group=3 for 4 experts"),
-        # Rotary embeddings.
-        ("Qwen2", {"rope_scaling": "yarn"}, "of another type"),
-        # R1-0528-Qwen3-8B: 0.87825 * (0.1 ln 4 + 1) = 1.
-        (
-            "Qwen3",
-            {"rope_scaling": {**YARN, "factor": 4.0, "attn_factor": 0.8782488562869419}},
-            'replace it by "attention_factor": 1;',
-        ),
-        ("Llama", {"rope_scaling": {"type": "default", "factor": 4}}, "factor=4 of rope type"),
-        ("Llama", {"rope_scaling": {**YARN, "factor": "3"}}, "factor is '3'"),
-        ("Llama", {"rope_scaling": YARN, "rope_parameters": LLAMA3}, "rope_scaling other than"),
-        ("Llama", {"rope_parameters": {**YARN, "rope_theta": 7.0}}, "rope_theta 1234.0 and 7.0"),
-        ("Llama", {"rope_scaling": {**YARN, "type": "linear"}}, "'yarn' and type 'linear'"),
-        ("DeepseekV3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=false of rope"),
-        ("Gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2}}, "per layer type"),
-    ],
-)
-def test_keys_that_nothing_reads_are_refused_by_name(name, changes, named, tmp_path):
-    config = base(name)
-    read(config, tmp_path)
-    with pytest.raises(UserError, match=named):
-        read(config | changes, tmp_path)
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"unsloth_version": "2026.1", "_name_or_path": "x", "transformers.js_config": {"a": 1}},

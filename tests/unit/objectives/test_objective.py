@@ -6,8 +6,7 @@ import re
 import pytest
 import torch
 
-from megatron_rl.config import ConfigError, dump_config, parse_config
-from megatron_rl.errors import UserError
+from megatron_rl.config import dump_config, parse_config
 from megatron_rl.objectives import build_objective, policy_loss
 from megatron_rl.objectives.spec import check_function
 
@@ -240,40 +239,12 @@ def test_check_function_names_fix(name, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        ({"function": "my_losses"}, "function is 'my_losses': it must be module:function, such as"),
-        ({"name": "gspo", "function": "m:f"}, "objective.name=gspo and objective.function=m:f are"),
-        ("function", "objective.function needs 'function'"),
-        *(
-            ({"function": "m:f", option: value}, f"objective.{option} cannot be combined with")
-            for option, value in (
-                ("kl", {"coefficient": 0.1}),
-                ("entropy_coefficient", 0.1),
-                ("rollout_correction", {}),
-                ("constraint", {"low": 0.1}),
-            )
-        ),
-        ({"function": "m:f", "constant": 2.0}, "use response_sum or token_sum"),
-    ],
-)
-def test_config_rejects_options_that_need_more(objective, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        parse_config(MINIMAL | {"objective": objective})
-
-
 def test_config_with_function_reads_back_unchanged():
     import yaml
 
     config = parse_config(MINIMAL | {"objective": {"function": "my_losses:loss"}})
     assert config.objective.name == "function"
     assert parse_config(yaml.safe_load(dump_config(config))) == config
-
-
-def test_policy_term_of_coefficient_zero_needs_another_term():
-    with pytest.raises(UserError, match=r"nothing would be trained: set kl, with the teacher as"):
-        build_objective("grpo", advantage_coefficient=0)
 
 
 def test_missing_divergence_names_its_option():
@@ -302,20 +273,3 @@ def test_teacher_as_advantage_by_hand():
     assert loss == pytest.approx(
         sum(w * p for w, p in zip(wanted, policy[0].tolist(), strict=True)), rel=1e-12
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "kl", "message"),
-    [
-        ("grpo", {"estimator": "jsd", "weighted": True}, "weight 'token' and constraint 'ppo_"),
-        ("pnpo_one_sided", {"estimator": "jsd", "weighted": True}, "constraint 'hard_gate'"),
-        ("pnpo", {"estimator": "k3", "weighted": True}, "which has a weight already"),
-        ("grpo", {"estimator": "k3", "top_k": 8}, "kl.top_k is 8 with estimator 'k3'"),
-        ("grpo", {"estimator": "jsd", "top_k": 0}, "kl.top_k is 0"),
-        ("m2po", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
-        ("balanced", {"estimator": "advantage"}, "'advantage' with balanced or second_moment"),
-    ],
-)  # fmt: skip
-def test_weighted_teacher_is_refused_where_it_has_no_meaning(name, kl, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        build_objective(name, kl={"coefficient": 1.0, **kl})

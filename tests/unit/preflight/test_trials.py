@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.config import parse_config
 from megatron_rl.preflight.trials import (
     call_format_problem,
     start_environment_trial,
@@ -32,38 +32,6 @@ def test_context_replaces_sum_of_prompt_and_response():
     assert config({}).max_model_tokens == config({}).max_packed_tokens == 64
     assert config({"max_rewrites": 2}).max_packed_tokens == 3 * 64
     assert config({}).environment.max_turn_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "sections", "message"),
-    [
-        ({"max_context_tokens": 16}, {}, r"must be above data\.max_prompt_tokens=16"),
-        ({"max_turn_tokens": 33}, {}, r"environment\.max_turn_tokens=33 is more than all turns"),
-        (
-            {"time_limit_seconds": 60},
-            {"rollout": {"stall_seconds": 50}},
-            r"environment\.time_limit_seconds=60: one answer may take longer than rollout\.stall",
-        ),
-        (
-            {},
-            {"lag": {"partial_rollouts": 8}},
-            r"lag\.partial_rollouts cannot be combined with environment\.name",
-        ),
-        (
-            {},
-            {"offline": {"rollouts": "r"}},
-            r"offline\.rollouts cannot be combined with environment\.name",
-        ),
-        (
-            {"max_rewrites": 8},
-            {},
-            r"environment\.max_rewrites=8 must be below environment\.max_tur",
-        ),
-    ],
-)
-def test_settings_that_conflict_are_refused(environment, sections, message):
-    with pytest.raises(ConfigError, match=message):
-        config(environment, **sections)
 
 
 def test_tools_become_argument_of_chat_template():

@@ -290,24 +290,6 @@ def test_missing_column_or_file_is_named(tmp_path):
         read_rollouts(config(path))
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (
-            {"eval": {"sets": {"held": "x.jsonl"}}},
-            r"offline\.rollouts cannot be combined with eval\.sets",
-        ),
-        (
-            {"offline": {"behavior": "m"}, "behavior": "engine"},
-            r"behavior=engine: no effect with offline\.behavior=m, which recomputes the log-probs",
-        ),
-    ],
-)
-def test_settings_that_need_engine_are_refused(tmp_path, sections, message):
-    with pytest.raises(ConfigError, match=message):
-        config(tmp_path, **sections)
-
-
 def _rows_of_many(path, rows, tokens=500):
     """Rows of one response each, in blocks of 64, with ids and log-probs."""
     one = {

@@ -160,8 +160,6 @@ class Half:
 @pytest.mark.parametrize(
     ("lag", "output"),
     [
-        ({"batches": -1}, "lag.batches"),
-        ({"batches": True}, "lag.batches"),
         ({"policy": "nowhere:Mine"}, "lag.policy=nowhere:Mine: No module named 'nowhere'"),
         ({"policy": f"{__name__}:Nothing"}, "has no attribute 'Nothing'"),
         ({"policy": f"{__name__}:Wrong", "settings": {"low": 1}}, "unexpected keyword argument"),

@@ -62,8 +62,3 @@ def test_update_beyond_limit_is_not_made_and_next_batch_follows(tmp_path):
     assert trainer.actor.updates == 10
     # The second batch is frozen under the policy that four updates made.
     assert [e[1] for e in events if e[0] == "update"] == [{0.0}] * 5 + [{-4.0}] * 6
-
-
-def test_early_stopping_without_reuse_is_rejected():
-    with pytest.raises(ValueError, match=r"trainer\.epochs=1"):
-        make_config(sections={"early_stopping": {"kl": 0.1}}, epochs=1)
