@@ -30,7 +30,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.jinja", "add
                    "*.tiktoken", "tokenization*.py", "chat_template.json",
                    "additional_chat_templates/*.jinja")  # fmt: skip
 _CACHES = "cache-"  # files that `datasets` writes into a saved set while it is used
-_WEIGHTS = "config.json and weights"  # in the place of a file, for models
+WEIGHTS = "config.json and weights"  # in the place of a file, for models
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
@@ -53,7 +53,7 @@ class Input:
             functions = {one.name.partition(":")[2] for one in (self, other)}
             mine, theirs = sorted(self.files.values()), sorted(other.files.values())
             return len(functions) == 1 and mine == theirs
-        if _WEIGHTS in self.files or _WEIGHTS in other.files:
+        if WEIGHTS in self.files or WEIGHTS in other.files:
             return self.files == other.files
         return [*self.files.values()] == [*other.files.values()]
 
@@ -207,7 +207,7 @@ def _read_model(path: str) -> Input:
         if one.is_file()
     }  # fmt: skip
     found = _read_files(path, files)
-    weights = {_WEIGHTS: model_fingerprint(path)}
+    weights = {WEIGHTS: model_fingerprint(path)}
     return Input(path, weights | found.files, found.bytes)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.ending import fail
@@ -26,6 +27,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--status", action="store_true", help="Print the state and results without running."
+    )
+    parser.add_argument(
+        "--store", metavar="FILE", help="Add the finished runs to a Parquet file, without running."
+    )
+    parser.add_argument(
+        "--restore",
+        metavar="FILE",
+        help="Write the runs of such a file as finished ones, which are then skipped.",
     )
     parser.add_argument(
         "--compare", metavar="AXIS", help="Axis that the summary compares. Default: the last axis."
@@ -57,6 +66,16 @@ def run(options: argparse.Namespace) -> int:
     axis = options.compare or list(study.file.axes)[-1]
     if axis not in study.file.axes:
         raise ConfigError(f"--compare {axis}: the study has {', '.join(study.file.axes)}")
+    if options.store or options.restore:
+        from research.study.results import write_results
+        from research.study.storing import restore_runs, store_runs
+
+        if options.restore:
+            _echo(restore_runs(study, Path(options.restore)))
+        if options.store:
+            write_results(study)
+            _echo(store_runs(study, Path(options.store)))
+        return 0
     if options.status:
         text, states = _write(study, axis)
         begun = [f"{it.run.name} (step {it.step})" for it in states if it.state == "begun"]

@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 
 from megatron_rl.runs.files import ROLLOUT_COST_METADATA as COST
 from megatron_rl.runs.files import atomic_write
+from megatron_rl.runs.inputs import WEIGHTS
 from research.study.state import RunState, read_state
 from research.study.study_plan import Study
 
@@ -82,5 +83,9 @@ def _kind(name: str) -> pa.DataType:
 
 
 def _model(folder: Path) -> str | None:
-    file = folder / "models.json"
-    return json.loads(file.read_text()).get("model.path") if file.is_file() else None
+    inputs, earlier = folder / "inputs.json", folder / "models.json"
+    if inputs.is_file():
+        model = json.loads(inputs.read_text()).get("model.path", {})
+        return model.get("files", {}).get(WEIGHTS)
+    # Runs of before 2026-11-26, and those that `results/signs.py` writes.
+    return json.loads(earlier.read_text()).get("model.path") if earlier.is_file() else None

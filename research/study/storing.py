@@ -1,0 +1,103 @@
+"""Finished runs of a study in one Parquet file, so that any machine can continue the study.
+
+The file has the rows of `results.parquet` without most metrics by position or epoch, and for each
+run the commit and the kind of processor that made it.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config import ConfigError, dump_config
+from megatron_rl.runs.files import atomic_write
+from megatron_rl.runs.inputs import WEIGHTS
+from research.study.results import RESULTS
+from research.study.study_plan import Study
+
+DESCRIBED = ("run", "seed", "digest", "model", "state", "steps", "updates", "commit", "processor")
+LEFT_OUT = re.compile(r"by_position/|epoch_\d+/(?!by_fraction/1\.0/)|by_fraction/")
+Rows = list[dict[str, Any]]
+
+
+def store_runs(study: Study, file: Path) -> str:
+    """Add the finished runs of the study's folder to a file; a run that it has stays as it is.
+
+    Returns a line of the runs added and stored.
+    """
+    rows = read_stored(file)
+    there = set(by_run(rows))
+    made = {"commit": _commit(), "processor": read_processor()}
+    results = study.folder / RESULTS
+    for row in pq.read_table(results).to_pylist() if results.is_file() else []:
+        if row["state"] == "done" and row["run"] not in there:
+            kept = {k: v for k, v in row.items() if v is not None and not LEFT_OUT.match(k)}
+            rows.append(kept | made)
+    runs = by_run(rows)
+    if rows:
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        with atomic_write(file) as partial:
+            pq.write_table(table, partial, compression="zstd")
+    return f"{len(runs) - len(there)} runs added: {len(runs)} of {len(study.runs)} in {file}"
+
+
+def restore_runs(study: Study, file: Path) -> str:
+    """Write a finished run directory of every stored run that has none; returns a line about it.
+
+    Raises ConfigError if a run was made with other settings than the study has.
+    """
+    planned, written = {run.name: run for run in study.runs}, 0
+    for name, rows in by_run(read_stored(file)).items():
+        run = planned.get(name)
+        if run is None or rows[0]["digest"] != run.digest:
+            raise ConfigError(
+                f"{file}: {name} was made with other settings than the study now has; use the code "
+                f"that made it: git checkout {rows[0]['commit']}"
+            )
+        if run.folder.exists():
+            continue
+        written += 1
+        (run.folder / "model").mkdir(parents=True)  # empty: it marks the run as finished
+        (run.folder / "config.yaml").write_text(dump_config(run.config))
+        inputs = {"model.path": {"files": {WEIGHTS: rows[0].get("model")}}}
+        (run.folder / "inputs.json").write_text(json.dumps(inputs))
+        lines = (json.dumps(metrics_of(row)) + "\n" for row in rows)
+        (run.folder / "metrics.jsonl").write_text("".join(lines))
+    return f"{written} of {len(study.runs)} runs restored from {file}"
+
+
+def read_stored(file: Path) -> Rows:
+    """Return the rows of all stored runs, without empty cells."""
+    rows = pq.read_table(file).to_pylist() if file.is_file() else []
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+
+
+def by_run(rows: Sequence[dict[str, Any]]) -> dict[str, Rows]:
+    """Return the rows of each run, in order."""
+    runs: dict[str, Rows] = {}
+    for row in rows:
+        runs.setdefault(row["run"], []).append(row)
+    return runs
+
+
+def metrics_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of metrics.jsonl from which a stored row came, as far as it is kept."""
+    return {k: v for k, v in row.items() if k not in DESCRIBED and not k.startswith("axis/")}
+
+
+def read_processor() -> str:
+    """Return this machine's kind of processor: a run repeats bit for bit on one kind."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    lines = dict(re.findall(r"^(.*?)\s*:\s*(.*)$", first, flags=re.MULTILINE))
+    return ", ".join(f"{name} {lines.get(name)}" for name in ("model name", "cpu family", "model"))
+
+
+def _commit() -> str:
+    git = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,0 +1,63 @@
+"""Finished runs go into one file and come back as finished ones, on a machine without the runs."""
+
+import json
+import shutil
+
+import pytest
+
+from megatron_rl.config import ConfigError, dump_config
+from research.study.results import write_results
+from research.study.state import read_state
+from research.study.storing import by_run, read_stored, restore_runs, store_runs
+from research.tests.test_running import plan
+
+
+def finish(run, rows):
+    (run.folder / "model").mkdir(parents=True)
+    (run.folder / "config.yaml").write_text(dump_config(run.config))
+    inputs = {"model.path": {"files": {"config.json and weights": "abc", "tokenizer.json": "d"}}}
+    (run.folder / "inputs.json").write_text(json.dumps(inputs))
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rows(reward):
+    kept = {"reward/mean": reward, "epoch_4/by_fraction/1.0/prefix_mean_log_std": 0.01}
+    left_out = {"epoch_4/gate/acceptance": 1.0, "by_position/8/acceptance": 1.0}
+    return [{"step": 0, "eval/h/avg@4": 0.25}, *({"step": n} | kept | left_out for n in (1, 2))]
+
+
+def test_stored_runs_are_finished_on_another_machine(tmp_path):
+    study, file = plan(tmp_path), tmp_path / "stored.parquet"
+    finish(study.runs[0], rows(0.5))
+    finish(study.runs[1], rows(0.25)[:-1])  # not finished: it is not stored
+    write_results(study)
+    assert store_runs(study, file) == f"1 runs added: 1 of 4 in {file}"
+    expected = [{k: v for k, v in row.items() if not k.startswith(("epoch_4/gate", "by_"))}
+                for row in rows(0.5)]  # fmt: skip
+    shutil.rmtree(tmp_path / "s")
+    assert restore_runs(study, file) == f"1 of 4 runs restored from {file}"
+    state = read_state(study.runs[0])
+    assert (state.state, state.rows) == ("done", expected)
+    assert read_state(study.runs[1]).state == "new"
+    # A second machine adds its runs; what is stored, stays.
+    finish(study.runs[1], rows(0.25))
+    write_results(study)
+    before = read_stored(file)
+    assert store_runs(study, file) == f"1 runs added: 2 of 4 in {file}"
+    stored = read_stored(file)
+    assert stored[: len(before)] == before and len(by_run(stored)) == 2
+    assert {row["model"] for row in stored} == {"abc"}
+    assert all(row["commit"] and row["processor"] for row in stored)
+    assert restore_runs(study, file) == f"0 of 4 runs restored from {file}"
+
+
+def test_runs_of_other_settings_are_not_restored(tmp_path):
+    study, file = plan(tmp_path), tmp_path / "stored.parquet"
+    finish(study.runs[0], rows(0.5))
+    write_results(study)
+    store_runs(study, file)
+    shutil.rmtree(tmp_path / "s")
+    other = plan(tmp_path, axes={"objective": {"pnpo": {"optimizer.beta2": 0.5}}})
+    with pytest.raises(ConfigError, match="other settings than the study now has; use the code"):
+        restore_runs(other, file)
+    assert not (tmp_path / "s").exists()
