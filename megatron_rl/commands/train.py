@@ -27,6 +27,7 @@ from megatron_rl.runtime.processes import (
     cuda_devices,
     cuda_memory,
     describe_address_space,
+    describe_slow_bfloat16,
     has_cuda,
     quiet_libraries,
     without_garbage_collection,
@@ -164,8 +165,9 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
     with without_garbage_collection():  # mostly the import of transformers
         check_run(config, world_size=world_size)
     check_devices(world_size)
-    if (warning := describe_address_space()) is not None:
-        _warn(warning)
+    for warning in (describe_address_space(), describe_slow_bfloat16(config.trainer.dtype)):
+        if warning is not None:
+            _warn(warning)
     _check_memory(config, world_size)
     find_stall = RunDirectory.of(config).new_stalls()
     status = start_processes(

@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -29,6 +30,9 @@ from megatron_rl.runtime.versions import hide_unloadable_builds
 
 MAX_OPEN_FILES = 1 << 20  # some programs loop over all numbers below their limit
 _SHARED = "megatron_rl_shared-"  # begins the names of folders in memory
+CPU_INFO = Path("/proc/cpuinfo")
+# Instructions for bfloat16: of Intel's and AMD's processors, and of ARM's.
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 OTHERS = 512  # files that are not sockets between ranks: CUDA, libraries, models, workers
 
 
@@ -49,6 +53,21 @@ def describe_address_space() -> str | None:
         f"warning: processes may use {limit / 2**30:.1f} GiB of address space (ulimit -v), and "
         "torch, vLLM and CUDA map far more than they use; if the start fails, run: ulimit -v "
         "unlimited"
+    )
+
+
+def describe_slow_bfloat16(dtype: str) -> str | None:
+    """Return a warning if `trainer.dtype` is bfloat16 on a CPU without instructions for it."""
+    if dtype != "bfloat16" or has_cuda() or not CPU_INFO.is_file():
+        return None
+    flags = re.search(
+        r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    if flags is None or BFLOAT16_FLAGS & set(flags[1].split()):
+        return None
+    return (
+        "warning: trainer.dtype=bfloat16 is slower than float32 on this processor, which has no "
+        "instructions for it; set trainer.dtype=float32"
     )
 
 

@@ -277,6 +277,22 @@ def test_limited_address_space_is_named_with_its_cure(monkeypatch):
     assert "6.0 GiB of address space (ulimit -v)" in text and "ulimit -v unlimited" in text
 
 
+def test_bfloat16_without_instructions_for_it_is_named(monkeypatch, tmp_path):
+    def describe(flags, dtype="bfloat16", cuda=False):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nbugs\t\t: spectre\n\n")
+        monkeypatch.setattr(processes, "CPU_INFO", tmp_path / "cpuinfo")
+        monkeypatch.setattr(processes, "has_cuda", lambda: cuda)
+        return processes.describe_slow_bfloat16(dtype)
+
+    ice_lake, arm = "flags\t\t: fpu avx2 avx512f", "Features\t: asimd"
+    for flags in (ice_lake, arm):
+        assert "set trainer.dtype=float32" in describe(flags)
+        assert describe(flags, "float32") is describe(flags, "auto") is None
+        assert describe(flags, cuda=True) is None
+    for flags in (f"{ice_lake} avx512_bf16 amx_tile", f"{arm} bf16", "no such line"):
+        assert describe(flags) is None
+
+
 def test_shared_folder_of_killed_process_is_removed_by_next_one():
     """And no other one: a process that lives, or its child, has the lock."""
     program = """
