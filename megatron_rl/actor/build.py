@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,12 +214,16 @@ def build_chunks(
 
 
 def wrap_chunks(
-    chunks: list[PolicyModel], settings: ActorSettings
+    chunks: list[PolicyModel],
+    settings: ActorSettings,
+    *,
+    before_reduction: Callable[[], object] = lambda: None,
 ) -> list[DistributedDataParallel]:
     """Wrap chunks in DDP with float32 gradient buffers, summed over data x context parallelism.
 
     Parameters are gathered right after the optimizer step, not in the next forward pass, so that
-    weight synchronization and checkpoints never read stale weights.
+    weight synchronization and checkpoints never read stale weights. before_reduction: called when
+    this rank's backward passes are done, before it waits for the gradients of others.
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
@@ -236,7 +242,7 @@ def wrap_chunks(
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         for chunk in chunks:
             chunk.announce_head_gradient()
-    config.finalize_model_grads_func = finalize_gradients
+    config.finalize_model_grads_func = partial(finalize_gradients, before=before_reduction)
     assert_sum_semantics(ddp_chunks, config=config)
     return ddp_chunks
 

@@ -21,6 +21,7 @@ from megatron_rl.actor.digest import describe_layout, digest_tensors, training_s
 from megatron_rl.actor.lora import add_adapters, describe_adapters, load_adapters
 from megatron_rl.actor.memory import TrainingState, optimizer_parts
 from megatron_rl.actor.model import HeadOutputs, PolicyModel
+from megatron_rl.actor.pace import Pace
 from megatron_rl.actor.packs import LocalPack, PackCache
 from megatron_rl.actor.routing import RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
@@ -162,7 +163,8 @@ class TrainedModel(ScoringModel):
             self.routing = RoutingRecorder(
                 self.chunks, shape=shape, topology=topology, replays=settings.replay_routes
             )
-            self.ddp_chunks = wrap_chunks(self.chunks, settings)
+            self.pace = Pace(topology.device)
+            self.ddp_chunks = wrap_chunks(self.chunks, settings, before_reduction=self.pace.mark)
             self.modules = self.ddp_chunks
             self.optimizer = build_optimizer(self.ddp_chunks, settings)
         self.training_state = TrainingState(self.ddp_chunks, self.optimizer, device=topology.device)
@@ -188,6 +190,7 @@ class TrainedModel(ScoringModel):
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            self.pace.mark()
             reports = self._run(micro_batches, loss, forward_only=False, outputs=outputs)
             statistics = reduce(reports)
             for group in self.optimizer.param_groups:

@@ -26,7 +26,6 @@ runs/NAME/config.yaml        the resolved config
 """
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -40,7 +39,7 @@ from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.json as pj
 
 from megatron_rl.columns import ARRAYS
 from megatron_rl.config import Config, ConfigError, dump_config, load_config, with_absolute_paths
@@ -58,9 +57,9 @@ from megatron_rl.runs.files import (
     drop_rows,
     evaluation_scores,
     flush_to_disk,
+    iterate_rows,
     last_step,
     lock_owner,
-    read_metrics,
     read_rows,
     try_lock,
 )
@@ -69,7 +68,7 @@ from megatron_rl.runs.rollouts import (
     SAMPLED,
     TURN_ADVANTAGES,
     build_rollout_table,
-    count_thinned,
+    count_rows,
     thin,
     thin_file,
     write_table,
@@ -486,7 +485,7 @@ def examine_run(path: str | Path) -> list[ExaminedPart]:
             f"{path} is not a run directory: it has no {directory.config_file.name}; give runs/NAME"
         )
     checks: tuple[Callable[[RunDirectory], Iterator[ExaminedPart]], ...] = (
-        _settings, _metrics, _rollouts, _checkpoints, _incidents, _model, _resuming,
+        _settings, _records, _checkpoints, _incidents, _model, _resuming,
     )  # fmt: skip
     parts: list[ExaminedPart] = []
     for check in checks:
@@ -509,40 +508,82 @@ def _settings(run: RunDirectory) -> Iterator[ExaminedPart]:
         yield ExaminedPart("in use", f"by {holder}: the parts below may change")
 
 
-def _metrics(run: RunDirectory) -> Iterator[ExaminedPart]:
-    steps = [row["step"] for row in read_metrics(run.path)]
+_PARSED_BLOCK = 8 << 20  # bytes of metrics.jsonl that are parsed at once, more than a row has
+
+
+def _steps(file: Path) -> list[int]:
+    """Read the step of each complete row; Arrow parses every row with all cores, and keeps none.
+
+    UserError names a damaged row.
+    """
+    if not file.is_file():
+        return []
+    options = pj.ParseOptions(pa.schema([("step", pa.int64())]), unexpected_field_behavior="ignore")
+    blocks = pj.ReadOptions(block_size=_PARSED_BLOCK)
+    steps: list[int | None] = []
+    try:
+        for batch in pj.open_json(file, read_options=blocks, parse_options=options):
+            steps += batch.column("step").to_pylist()
+    except pa.ArrowInvalid:  # also an incomplete last row, which is left out
+        steps = [None]
+    if None in steps:
+        steps = [row.get("step") for row in iterate_rows(file)]
+    if None in steps:
+        raise UserError(f"{file}: a row has no step; repair it")
+    return [step for step in steps if step is not None]
+
+
+def _records(run: RunDirectory) -> Iterator[ExaminedPart]:
+    """Examine metrics.jsonl, and the rollouts of its steps."""
+    try:
+        steps = _steps(run.path / "metrics.jsonl")
+    except (OSError, ValueError) as error:
+        steps = []
+        yield ExaminedPart("metrics", "cannot be read", str(error))
+    else:
+        yield _metrics(run, steps)
+    yield _rollouts(run, steps)
+
+
+def _metrics(run: RunDirectory, steps: Sequence[int]) -> ExaminedPart:
     if not steps:
-        yield ExaminedPart("metrics", "nothing recorded")
-        return
+        return ExaminedPart("metrics", "nothing recorded")
     expected_steps = range(steps[0], steps[0] + len(steps))
     wrong = [step for step, expected in zip(steps, expected_steps, strict=True) if step != expected]
     problem = f"rows are missing or duplicated from step {wrong[0]} on" if wrong else None
     scores = evaluation_scores(run.path)
     best = max(scores, key=lambda step: scores[step], default=None)
     score = "" if best is None else f", best evaluation {100 * scores[best]:.1f} at step {best}"
-    yield ExaminedPart("metrics", f"steps {steps[0]} to {steps[-1]}{score}", problem)
+    return ExaminedPart("metrics", f"steps {steps[0]} to {steps[-1]}{score}", problem)
 
 
-def _rollouts(run: RunDirectory) -> Iterator[ExaminedPart]:
+def _rollouts(run: RunDirectory, recorded: Sequence[int]) -> ExaminedPart:
     files = {int(file.stem.rsplit("_", 1)[-1]): file for file in run.rollouts.glob("*.parquet")}
-    rows, damaged = 0, []
-    for step, file in sorted(files.items()):
-        try:
-            rows += pq.read_metadata(file).num_rows
-        except (OSError, ValueError):  # raised by pyarrow
-            damaged.append(str(step))
-    recorded = {row["step"] for row in read_metrics(run.path)} - {0}
-    missing = [str(step) for step in sorted(recorded - files.keys())]
+    counts = dict(zip(files, count_rows(list(files.values())), strict=True))
+    rows = sum(count[0] for count in counts.values() if count)
+    damaged = [step for step, count in counts.items() if count is None]
+    missing = set(recorded) - {0} - files.keys()
     problems = [
-        f"{what}: step {', '.join(steps)}"
+        f"{what}: step {_ranges(steps)}"
         for what, steps in (("cannot be read", damaged), ("missing", missing))
         if steps
     ]
-    thinned = count_thinned(file for step, file in files.items() if str(step) not in damaged)
+    thinned = sum(count[1] for count in counts.values() if count)
     sample = f", of {thinned} a sample (logging.keep_rollouts)" if thinned else ""
-    yield ExaminedPart(
+    return ExaminedPart(
         "rollouts", f"{rows} of {len(files)} steps{sample}", "; ".join(problems) or None
     )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers in order, as "1, 3 to 5"."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join(" to ".join(map(str, one)) for one in ranges)
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[ExaminedPart]:
@@ -562,14 +603,9 @@ def _checkpoints(run: RunDirectory) -> Iterator[ExaminedPart]:
 
 
 def _incidents(run: RunDirectory) -> Iterator[ExaminedPart]:
-    journal = run.skipped_updates / "skipped_updates.jsonl"
-    if journal.is_file():
-        lines = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
-        if lines:
-            last = f"step {lines[-1]['step']}, {lines[-1]['reason']}"
-            yield ExaminedPart(
-                "skipped_updates", f"{len(lines)} updates skipped, the last in {last}"
-            )
+    if rows := read_rows(run.skipped_updates / "skipped_updates.jsonl"):
+        last = f"step {rows[-1]['step']}, {rows[-1]['reason']}"
+        yield ExaminedPart("skipped_updates", f"{len(rows)} updates skipped, the last in {last}")
     for file in sorted(run.stalls.glob("*.txt")):
         yield ExaminedPart(
             "stall", f"{file.name}: {file.read_text(encoding='utf-8').splitlines()[0]}"

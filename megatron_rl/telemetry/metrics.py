@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,23 +102,26 @@ class HostMemoryTrend:
 
 
 _SLOW_FACTOR = 3.0  # of the others' median
-_SLOW_STEPS = 3  # in succession, of the same engine: one long response is no slow rank
+_SLOW_STEPS = 3  # in succession, of the same ranks: one long response is no slow rank
 _SLOW_SECONDS = 1.0  # more than the others, or it does not matter
 
 
-class SlowEngine:
-    """Names an engine that is much slower than the others in several steps in succession."""
+class SlowRanks:
+    """Names ranks that are much slower than others in several steps in succession.
 
-    def __init__(self, *, ranks: int, first: int = 0) -> None:
-        """`ranks` of each engine; `first`: the first rank of the first one."""
-        self._ranks, self._first = ranks, first
+    doing: what their seconds are of, as in "needed 20 s to generate".
+    """
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
         self._slowest, self._count = -1, 0
 
-    def warning(self, seconds: Sequence[float]) -> str | None:
+    def warning(self, by_ranks: Mapping[tuple[int, ...], float]) -> str | None:
         """Return a warning in the third such step, and each time the number of them doubles.
 
-        seconds: each engine spent on generation for this step; without any, nothing changes.
+        by_ranks: seconds in this step of those ranks together; without any, nothing changes.
         """
+        seconds = list(by_ranks.values())
         if len(seconds) < 2 or not any(seconds):
             return None
         slowest = max(range(len(seconds)), key=seconds.__getitem__)
@@ -131,14 +134,14 @@ class SlowEngine:
         steps, rest = divmod(self._count, _SLOW_STEPS)
         if not steps or rest or steps & (steps - 1):
             return None
-        start = self._first + slowest * self._ranks
-        end = start + self._ranks - 1
-        name = f"rank {start}" if start == end else f"ranks {start} to {end}"
+        ranks = list(by_ranks)[slowest]
+        is_range = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
+        names = f"{ranks[0]} to {ranks[-1]}" if is_range else ", ".join(map(str, ranks))
         return (
-            f"warning: {name} needed {own:.1f} s to generate, the others {others:.1f} s (median), "
-            f"for {self._count} steps in succession, and all wait: look at what else runs on its "
-            "node, and at the clocks and temperature of its GPU; without a cause, leave out the "
-            "node and resume"
+            f"warning: rank{'s' * (len(ranks) > 1)} {names} needed {own:.1f} s to {self._doing}, "
+            f"the others {others:.1f} s (median), for {self._count} steps in succession, and all "
+            "wait: look at what else runs on its node, and at the clocks and temperature of its "
+            "GPU; without a cause, leave out the node and resume"
         )
 
 

@@ -9,6 +9,7 @@ are fixed when they are generated, however much later they are trained.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron_rl.actor.pace import gather_paces
 from megatron_rl.actor.reference import References
 from megatron_rl.actor.training import StopRule
 from megatron_rl.config.combinations import reason_routes_unrecorded
@@ -202,7 +203,9 @@ class Trainer:
         metrics = {"step": step, **step_progress.generated, **batch_metrics(batch)}
         metrics |= clock.metrics(batch.groups, self.run.buffer.groups.values())
         metrics |= {**updates.metrics(), **step_progress.critic_metrics(), **further}
-        self.recorder.record(metrics, batch, clock.record(batch.groups), updates)
+        models = (self.actor,) if self.critic is None else (self.actor, self.critic.critic)
+        pace = gather_paces((model.pace for model in models), topology=self.actor.topology)
+        self.recorder.record(metrics, batch, clock.record(batch.groups), updates, pace)
 
     def sync_weights_if_due(self, step: int) -> dict[str, float]:
         """Sync weights every `lag.sync_weights_every` steps and, for evaluation, after the last."""

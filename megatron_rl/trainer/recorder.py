@@ -31,7 +31,7 @@ from megatron_rl.telemetry.metrics import (
     HostMemoryTrend,
     MetricLog,
     PhaseClock,
-    SlowEngine,
+    SlowRanks,
 )
 from megatron_rl.trainer.learning_check import LearningCheck
 from megatron_rl.trainer.step_progress import StepProgress
@@ -61,14 +61,12 @@ class Recorder:
     recent: deque[float] = field(default_factory=partial(deque, maxlen=10))  # seconds of steps
     check: LearningCheck = field(init=False)
     trend: HostMemoryTrend = field(init=False)
-    pace: SlowEngine = field(init=False)
+    slow_engine: SlowRanks = field(default_factory=partial(SlowRanks, "generate"))
+    slow_replica: SlowRanks = field(default_factory=partial(SlowRanks, "train"))
 
     def __post_init__(self) -> None:
         self.check = LearningCheck(self.config)
         self.trend = HostMemoryTrend(steps=self.config.trainer.steps)
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        generating = self.config.sides(processes)[1]
-        self.pace = SlowEngine(ranks=self.config.rollout.tensor, first=processes - generating)
 
     def __enter__(self) -> Self:
         return self
@@ -110,11 +108,12 @@ class Recorder:
         batch: RolloutBatch | None = None,
         schedule: dict[str, Any] | None = None,
         updates: UpdateMetrics | None = None,
+        pace: Mapping[tuple[int, ...], float] | None = None,
     ) -> None:
         """Write one step, rollouts first: each metrics row has its rollouts.
 
-        schedule: when the groups of the batch were generated; updates: their metrics. With a batch,
-        the clock's step ends here. Collective.
+        schedule: when the groups of the batch were generated; updates: their metrics; pace: seconds
+        that ranks needed to train. With a batch, the clock's step ends here. Collective.
         """
         traces: dict[int, np.ndarray] = {}
         timeline: dict[str, Any] = {}
@@ -132,11 +131,14 @@ class Recorder:
                     self._write, metrics, batch, schedule, timeline, traces, table, sample
                 )
                 self.writer.submit(write)
-        leak = slow = None
+        found: list[str | None] = []
         if batch is not None:
-            slow = self.pace.warning(batch.engine_seconds)
+            found = [
+                self.slow_engine.warning(self._by_ranks(batch.engine_seconds)),
+                self.slow_replica.warning(pace or {}),
+            ]
             self.recent.append(metrics["time/step"])
-            leak = self.trend.warning(int(metrics["step"]), metrics[HOST_FREE])
+            found.insert(0, self.trend.warning(int(metrics["step"]), metrics[HOST_FREE]))
         steps = self.config.trainer.steps
         is_sft = self.config.sft is not None
         self.console.echo(step_line(metrics, steps=steps, recent=self.recent, sft=is_sft))
@@ -145,8 +147,16 @@ class Recorder:
             self.console.echo(f"  a sample of step {int(metrics['step'])}:\n{text}")
         for warning in self.check.warnings(metrics, batch) if batch is not None else ():
             self.console.echo(warning)
-        for warning in filter(None, (leak, slow)):
+        for warning in filter(None, found):
             self.console.echo(warning)
+
+    def _by_ranks(self, engine_seconds: Sequence[float]) -> dict[tuple[int, ...], float]:
+        """Return the seconds of each engine by its ranks, which are the last ones."""
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        each = self.config.rollout.tensor
+        starts = range(processes - self.config.sides(processes)[1], processes, each)
+        ranks = (tuple(range(start, start + each)) for start in starts)
+        return dict(zip(ranks, engine_seconds, strict=False))
 
     def _sample(self, metrics: dict[str, float], batch: RolloutBatch | None) -> Row | None:
         """Rollout drawn by the seed of the run, if this step shows one."""

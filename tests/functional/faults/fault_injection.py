@@ -65,6 +65,24 @@ def stop_in_an_update(*, is_mine):
         _before(MegatronActor, "update", stop, call=6)
 
 
+def slow_down_training(*, is_mine):
+    """A rank that needs five seconds more for the passes of each update, and for nothing else."""
+    from megatron_rl.actor.training import TrainedModel
+
+    if is_mine:
+        run = TrainedModel._run
+
+        def slow(self, *packs, forward_only, **settings):
+            def late(*given):
+                self._late = self._late or time.sleep(5) or True
+                return compute(*given)
+
+            compute, self._late = packs[1], forward_only
+            return run(self, packs[0], late, forward_only=forward_only, **settings)
+
+        TrainedModel._run = slow
+
+
 def hold_the_lock(*, is_mine):
     """A busy loop in C code that never lets go of the interpreter's lock, in the second scoring."""
     from megatron_rl.actor.actor import MegatronActor

@@ -25,6 +25,8 @@ RUNS = [
      "more": ["run.resume=auto", "trainer.steps=4", "trainer.self_test_every=1"]},
 ]  # fmt: skip
 FURTHER_RUNS = [
+    {"fault": "slow_down_training", "rank": 1, "more": [
+        "parallel.context=1", "parallel.data=2", "trainer.minibatches=1", "trainer.steps=3"]},
     {"fault": "hold_the_lock", "rank": 1},
     {"fault": "kill_the_engine", "rank": 1},
     {"fault": "hang_in_a_save", "rank": 1},
@@ -92,6 +94,14 @@ def test_stopped_rank_is_named_and_ends_run_for_restart(folder, ended):
 )
 def test_hang_names_rank_and_ends_run_for_restart(folder, further_ended, name, phase, frame):
     check_hang(folder / name, further_ended[name], phase, WAITS, frame)
+
+
+@pytest.mark.slow
+def test_rank_that_is_slow_in_training_alone_is_named_in_the_third_step(further_ended):
+    run = further_ended["slow_down_training"]
+    assert run["status"] == 0, run["output"]
+    (line,) = [line for line in run["output"].splitlines() if "warning: rank" in line]
+    assert "warning: rank 1 needed" in line and "s to train, the others" in line, line
 
 
 def check_hang(path, run, phase, sign, frame):

@@ -310,6 +310,34 @@ def norms_of_one_and_several_micro_batches(rank, world_size, root):
         return as_is, (norm(10_000), norm(200))
 
 
+def time_updates(rank, world_size, root):
+    """Seconds of replicas by a clock that passes and waiting move on: 1 and 10 s, and 100."""
+    from megatron_rl.actor import loss_contract, pace
+    from megatron_rl.objectives import build_objective
+
+    actor, now = _make_actor(root), [0.0]
+    minibatch = _make_minibatch(actor, 10_000)  # one pass
+    pace.time = SimpleNamespace(perf_counter=lambda: now[0])
+    reduce = loss_contract.megatron_finalize_model_grads
+
+    def move(seconds):
+        now[0] += seconds
+
+    def wait(*given, **settings):
+        move(100.0)
+        reduce(*given, **settings)
+
+    loss_contract.megatron_finalize_model_grads = wait
+    actor.chunks[0].register_forward_pre_hook(lambda *_: move([1.0, 10.0][rank]))
+    found = []
+    for updates in (1, 2, 0):
+        for _ in range(updates):
+            actor.update(minibatch, build_objective("grpo"))
+            actor.compute_logprobs(minibatch.micro_batches)  # not an update
+        found.append(pace.gather_paces([actor.pace], topology=actor.topology))
+    return found
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("update") / "model"
@@ -323,6 +351,11 @@ def test_non_finite_values_never_reach_weights(model):
     named, overflow = messages[0]
     assert "behavior_logprobs" in named and "position 1" in named and "is not finite" in named
     assert overflow in ("the gradient norm is inf", "the gradient norm is nan")
+
+
+def test_seconds_of_a_slow_replica_are_its_own(model):
+    one, other = run_ranks(time_updates, 2, model)
+    assert one == other == [{(0,): 1.0, (1,): 10.0}, {(0,): 2.0, (1,): 20.0}, {}]
 
 
 def test_assert_sum_semantics_refuses_averaging(model):

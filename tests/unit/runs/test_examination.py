@@ -94,6 +94,18 @@ def test_examine_run_reports_damage_without_changing_it(run, capsys):
     assert sorted(run.path.rglob("*")) == before
 
 
+def test_steps_without_rollouts_are_ranges_and_an_unfinished_row_is_ignored(run):
+    """A kill leaves the beginning of a row at most, in each file of rows."""
+    (run.path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
+    (run.rollouts / "step_000003.parquet").unlink()
+    expected = {"rollouts": "missing: step 3, 5 to 4999"}
+    assert {k: v for k, v in problems(run).items() if k != "resuming"} == expected
+    for file in (run.path / "metrics.jsonl", run.skipped_updates / "skipped_updates.jsonl"):
+        with file.open("a") as rows:
+            rows.write('{"step": 5')
+    assert {k: v for k, v in problems(run).items() if k != "resuming"} == expected
+
+
 def test_folder_without_run_is_refused(tmp_path, run):
     with pytest.raises(ConfigError, match=r"is not a run directory: it has no config.yaml"):
         examine_run(tmp_path)
@@ -102,3 +114,5 @@ def test_folder_without_run_is_refused(tmp_path, run):
     shutil.rmtree(run.checkpoints.path)
     run.path.joinpath("metrics.jsonl").write_text("{\n{}\n")
     assert "line 1 is damaged" in problems(run)["metrics"]
+    run.path.joinpath("metrics.jsonl").write_text('{"step": 0}\n{"loss": 1}\n{"step": 2}\n')
+    assert "a row has no step" in problems(run)["metrics"]

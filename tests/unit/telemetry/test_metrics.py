@@ -11,7 +11,7 @@ from megatron_rl.telemetry.metrics import (
     PeakMemory,
     PhaseClock,
     PhaseInterval,
-    SlowEngine,
+    SlowRanks,
     StartUp,
 )
 
@@ -98,16 +98,20 @@ def test_warning_comes_before_the_memory_of_the_host_ends():
     assert not any(short.warning(step, (1024 - step) / 1024) for step in range(1, 301))
 
 
-def test_engine_that_stays_slower_than_others_is_named():
-    def warned(rows, **place):
-        engine = SlowEngine(**{"ranks": 1, **place})
-        return {n: text for n, row in enumerate(rows, 1) if (text := engine.warning(row))}
+def test_ranks_that_stay_slower_than_others_are_named():
+    def warned(rows, ranks=lambda n: (n,)):
+        engine, found = SlowRanks("generate"), {}
+        for number, row in enumerate(rows, 1):
+            text = engine.warning({ranks(n): seconds for n, seconds in enumerate(row)})
+            found |= {number: text} if text else {}
+        return found
 
     slow = [[2.0, 20.0, 2.2, 1.9]] * 24
     found = warned(slow)
     assert list(found) == [3, 6, 12, 24]
     assert "rank 1 needed 20.0 s to generate, the others 2.0 s" in found[3]
-    assert "ranks 10 to 11 needed" in warned(slow, ranks=2, first=8)[3]
+    assert "ranks 3 to 5 needed" in warned(slow, lambda n: (3 * n, 3 * n + 1, 3 * n + 2))[3]
+    assert "ranks 1, 5 needed" in warned(slow, lambda n: (n, n + 4))[3]  # pipeline stages
     assert list(warned([slow[0], (), (0.0,) * 4, *slow[:2]])) == [5]  # steps without generation
     assert list(warned([[1.0, 30.0], [30.0, 1.0]] * 9)) == []  # a long response here and there
     assert list(warned([*slow[:2], [2.0] * 4, *slow[:2]])) == []

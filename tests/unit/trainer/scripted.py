@@ -10,6 +10,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from megatron_rl.actor.pace import Pace
 from megatron_rl.config import parse_config
 from megatron_rl.config.sections import RewardSection
 from megatron_rl.data.prompts import PromptOrder
@@ -60,6 +61,10 @@ class ScriptedActor:
         return SimpleNamespace(
             is_active=self.has_experts, replays=True, layers=layers, own_part=lambda shard: shard
         )
+
+    @property
+    def pace(self):
+        return Pace(self.topology.device)
 
     @property
     def packs(self):
