@@ -1,7 +1,7 @@
 """Seconds of each data-parallel replica's own passes, up to where it waits for the others.
 
 The ranks of a replica (tensor, context, pipeline) wait for each other in every layer, and so do all
-ranks of experts that are divided among replicas: only whole replicas can be told apart.
+ranks of experts that are divided among replicas: seconds can differ between whole replicas only.
 """
 
 from __future__ import annotations
