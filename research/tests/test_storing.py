@@ -4,8 +4,10 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 from megatron_rl.config import ConfigError, dump_config
+from research.study.__main__ import main
 from research.study.results import write_results
 from research.study.state import read_state
 from research.study.storing import by_run, read_stored, restore_runs, store_runs
@@ -61,3 +63,22 @@ def test_runs_of_other_settings_are_not_restored(tmp_path):
     with pytest.raises(ConfigError, match="other settings than the study now has; use the code"):
         restore_runs(other, file)
     assert not (tmp_path / "s").exists()
+
+
+def test_command_stores_and_restores(tmp_path, capsys):
+    study, file = plan(tmp_path), tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump(study.file.model_dump()))
+    for run in study.runs:
+        finish(run, rows(0.5))
+
+    def run(*options):
+        with pytest.raises(SystemExit) as ended:
+            main([str(file), *options])
+        return ended.value.code, capsys.readouterr().out
+
+    stored = str(tmp_path / "stored.parquet")
+    assert run("--store", stored) == (0, f"4 runs added: 4 of 4 in {stored}\n")
+    shutil.rmtree(tmp_path / "s")
+    assert run("--restore", stored) == (0, f"4 of 4 runs restored from {stored}\n")
+    code, printed = run()  # every run is finished: none starts
+    assert code == 0 and "s: 4 of 4 done" in printed
