@@ -3,11 +3,11 @@
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.actor.checkpoint_contents import FOLDER, check_stored, is_checkpoint
+from megatron_rl.actor.checkpoint_contents import CRITIC, FOLDER, check_stored, is_checkpoint
 from megatron_rl.actor.weights import stored_dtypes
 from megatron_rl.config import (
     ConfigError,
@@ -16,7 +16,7 @@ from megatron_rl.config import (
     load_config,
     parse_config,
 )
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import further_tensors
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.preflight.resources import find_writable
@@ -30,24 +30,35 @@ class CheckpointExport:
     """An export that has passed every check of its files.
 
     like: model folder that provides config, tokenizer files and dtypes; mebibytes: of the tensors.
+    shape: with a value head for a critic.
     """
 
     checkpoint: Path
     folder: Path
     like: Path
+    shape: ModelShape
     layout: ActorLayout
     mebibytes: float
 
 
 def plan_export(
-    source: str | Path, target: str | Path, *, like: str | None, overrides: list[str]
+    source: str | Path,
+    target: str | Path,
+    *,
+    like: str | None,
+    overrides: list[str],
+    critic: bool = False,
 ) -> CheckpointExport:
     """Find the checkpoint of a path and check its export, without writing anything.
 
-    Raises ValueError with a hint.
+    critic: export the critic instead of the policy. Raises ValueError with a hint.
     """
     source, target = Path(source), Path(target)
-    checkpoint = _find_checkpoint(source)
+    checkpoint = _find_checkpoint(source, CRITIC if critic else FOLDER)
+    if checkpoint is None and critic and _find_checkpoint(source, FOLDER) is not None:
+        raise ConfigError(
+            f"{source.absolute()} was trained without a critic; export the policy, without --critic"
+        )
     if checkpoint is None:
         kind = " but a Hugging Face folder" if (source / "config.json").is_file() else ""
         raise ConfigError(
@@ -56,15 +67,15 @@ def plan_export(
         )
     if target.exists():
         raise ConfigError(f"{target.absolute()} exists and is never overwritten; choose another")
-    model = _find_model_folder(checkpoint, like)
-    shape = read_model_shape(model)
+    model = _find_model_folder(checkpoint, like, critic=critic)
+    shape = replace(read_critic_shape(model), head="value") if critic else read_model_shape(model)
     check_stored(checkpoint, shape)
     dtypes, sizes = stored_dtypes(model, shape), tensor_shapes(shape)
     size = sum(math.prod(size) * dtypes[name].itemsize for name, size in sizes.items()) / 2**20
     # In float32 at most.
     size += sum(4 * math.prod(each) for _, each in further_tensors(model, shape)) / 2**20
     _check_disk(target, size)
-    return CheckpointExport(checkpoint, target, model, _read_layout(overrides, shape), size)
+    return CheckpointExport(checkpoint, target, model, shape, _read_layout(overrides, shape), size)
 
 
 def run_export(plan: CheckpointExport) -> None:
@@ -87,24 +98,29 @@ def run_export(plan: CheckpointExport) -> None:
     console.echo(f"checkpoint {plan.checkpoint} -> {plan.folder}, {layout}")
     with console.progress("exporting") as progress:
         export_checkpoint(
-            plan.checkpoint, plan.folder, like=plan.like, topology=topology, progress=progress
+            plan.checkpoint,
+            plan.folder,
+            like=plan.like,
+            shape=plan.shape,
+            topology=topology,
+            progress=progress,
         )
     console.echo(
         f"wrote {plan.folder}: {plan.mebibytes:,.1f} MiB in {time.monotonic() - start:.0f} s"
     )
 
 
-def _find_checkpoint(source: Path) -> Path | None:
-    """Return the checkpoint folder at or below this path, or None."""
-    for folder in (source, source / FOLDER):
-        if is_checkpoint(folder):
-            return folder
+def _find_checkpoint(source: Path, name: str) -> Path | None:
+    """Return the checkpoint folder called `name` at or below this path, or None."""
+    if is_checkpoint(source):
+        return source if source.name == name or source.name not in (FOLDER, CRITIC) else None
     checkpoints = RunDirectory(source).checkpoints
     newest = max(checkpoints.intact_steps(), default=None)
-    return None if newest is None else checkpoints.folder(newest) / FOLDER
+    folder = (source if newest is None else checkpoints.folder(newest)) / name
+    return folder if is_checkpoint(folder) else None
 
 
-def _find_model_folder(checkpoint: Path, like: str | None) -> Path:
+def _find_model_folder(checkpoint: Path, like: str | None, *, critic: bool) -> Path:
     """Return the model folder that a checkpoint's weights belong to."""
     if like is not None:
         if not (Path(like) / "config.json").is_file():
@@ -116,7 +132,9 @@ def _find_model_folder(checkpoint: Path, like: str | None) -> Path:
     hint = "give the Hugging Face folder with config and tokenizer by --like"
     if not runs:
         raise ConfigError(f"checkpoint {checkpoint} is not in a run directory; {hint}")
-    model = Path(load_config(runs[0] / "config.yaml").model.path)
+    config = load_config(runs[0] / "config.yaml")
+    own = config.critic.path if critic and config.critic is not None else None
+    model = Path(own or config.model.path)
     if not (model / "config.json").is_file():
         raise ConfigError(f"{runs[0]} was trained from {model}, which no longer exists; {hint}")
     return model

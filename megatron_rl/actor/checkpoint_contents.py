@@ -69,7 +69,7 @@ def check_pickle(file: str | Path) -> None:
         ) from error
 
 
-FOLDER = "actor"  # in a run's checkpoint
+FOLDER, CRITIC = "actor", "critic"  # in a run's checkpoint
 STATE = "actor.json"
 COMPLETE = "complete"
 

@@ -20,7 +20,7 @@ from megatron_rl.actor.packs import LocalPack, gather_packs
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.training import TrainedModel, Update
 from megatron_rl.distributed.topology import Topology
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import read_critic_shape
 from megatron_rl.objectives.values import (
     GaeSettings,
     ValueStatistics,
@@ -74,7 +74,7 @@ class Critic(TrainedModel):
     """A critic in Megatron-core under the policy's layout; every rank has one.
 
     model_folder: a Hugging Face folder of any supported architecture and size, with the policy's
-    tokenizer. Its output layer is not read.
+    tokenizer. Its output layer is not read; its value head is (`read_critic_shape`).
     """
 
     model_class = ValueModel
@@ -87,10 +87,9 @@ class Critic(TrainedModel):
         settings: ActorSettings,
         on_micro_batch: Callable[[], object] = lambda: None,
     ) -> None:
-        shape = replace(read_model_shape(model_folder), tied_embeddings=False, headless=True)
         super().__init__(
             model_folder,
-            shape=shape,
+            shape=read_critic_shape(model_folder),
             topology=topology,
             settings=replace(settings, replay_routes=False),
             on_micro_batch=on_micro_batch,

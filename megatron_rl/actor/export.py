@@ -12,6 +12,7 @@ is limited to these, one full tensor and, on rank 0, one file of the export.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shutil
 import time
@@ -29,6 +30,7 @@ from megatron_rl.actor.build import build_chunks
 from megatron_rl.actor.checkpoint import load_checkpoint
 from megatron_rl.actor.checkpoint_contents import read_state
 from megatron_rl.actor.cpu_adaptation import megatron_runtime
+from megatron_rl.actor.critic import ValueModel
 from megatron_rl.actor.lora import adapted_weights, add_adapters, describe_adapters
 from megatron_rl.actor.model import PolicyModel
 from megatron_rl.actor.settings import ActorSettings
@@ -50,7 +52,7 @@ from megatron_rl.distributed.agreement import (
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import INDEX, SINGLE
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes, text_model
+from megatron_rl.models.shape import ModelShape, read_critic_shape, tensor_shapes, text_model
 from megatron_rl.models.stored_tensors import (
     further_tensors,
     stored_places,
@@ -240,6 +242,8 @@ def export_weights(
 
     def begin() -> str:
         begin_folder(partial, source)
+        if shape.head == "value":
+            name_value_head(partial / "config.json")
         return secrets.token_hex(6)
 
     token = run_on_rank_0(begin, doing=f"creating {partial}")
@@ -387,20 +391,36 @@ def begin_folder(partial: Path, source: str | Path) -> None:
         path.write_text(json.dumps(named | without, indent=2) + "\n", encoding="utf-8")
 
 
+def name_value_head(file: Path) -> None:
+    """Name transformers' class with one value in a critic's config.json, unless it is wrapped.
+
+    For classification of sequences, whose layer `score` has no bias; its logit is the last token's.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    names = [_CAUSAL.sub("ForSequenceClassification", name) for name in config["architectures"]]
+    labels: dict[str, object] = {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
+    text = json.dumps(config | labels | {"architectures": names}, indent=2)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+_CAUSAL = re.compile(r"ForCausalLM$")
+
+
 def export_checkpoint(
     checkpoint: str | Path,
     target: str | Path,
     *,
     like: str | Path,
+    shape: ModelShape,
     topology: Topology,
     progress: ProgressCallback,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder. Collective.
 
     like: the model folder that provides config, tokenizer files and each tensor's dtype, and for a
-    checkpoint of adapters the weights that these are added to.
+    checkpoint of adapters the weights that these are added to. shape: of the tensors to write; with
+    a value head the checkpoint is of a critic.
     """
-    shape = read_model_shape(like)
     stored = read_state(checkpoint).get("adapters")
     weights: Mapping[str, LocalWeight]
     with megatron_runtime():
@@ -409,7 +429,8 @@ def export_checkpoint(
             load_checkpoint(checkpoint, chunks=chunks, topology=topology)
             weights = named_parameters(chunks)
         else:
-            load_model(chunks, shape=shape, topology=topology, folder=like)
+            start = read_critic_shape(like) if shape.head == "value" else shape
+            load_model(chunks, shape=start, topology=topology, folder=like)
             lora = LoraSection(**{key: stored[key] for key in ("rank", "alpha", "targets")})
             seed = stored["seed"]
             add_adapters(chunks, lora, seed=seed, shape=shape, topology=topology)
@@ -433,4 +454,5 @@ def _build(
 ) -> list[PolicyModel]:
     """Build chunks in the dtype that represents every tensor exactly."""
     dtype = torch.bfloat16 if set(dtypes.values()) == {torch.bfloat16} else torch.float32
-    return build_chunks(shape, settings=ActorSettings(dtype=dtype), topology=topology)
+    model = ValueModel if shape.head == "value" else PolicyModel
+    return build_chunks(shape, settings=ActorSettings(dtype=dtype), topology=topology, model=model)

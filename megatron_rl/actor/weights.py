@@ -29,6 +29,7 @@ from megatron_rl.models.stored_tensors import (
     stored_places,
     stored_shapes,
 )
+from megatron_rl.models.weights import VALUE_HEAD
 from megatron_rl.resharding.layouts import has_fused_names, layout_of
 from megatron_rl.resharding.pieces import Piece
 from megatron_rl.resharding.transfer import check_parameters
@@ -99,10 +100,13 @@ class HfReader:
 def stored_dtypes(folder: str | Path, shape: ModelShape) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor in a model folder.
 
-    By the names of tensors in files, and of weights that files have elsewhere (`stored_places`).
+    By the names of tensors in files, and of weights that files have elsewhere (`stored_places`). A
+    value head that no file has yet gets the dtype of the embeddings.
     """
-    reader = HfReader(folder)
-    dtypes = {name: reader.dtype(name) for name in stored_shapes(shape)}
+    reader, names = HfReader(folder), [*stored_shapes(shape)]
+    head = VALUE_HEAD.hf[0]
+    is_new = head in names and head not in reader.files
+    dtypes = {name: reader.dtype(names[0] if is_new and name == head else name) for name in names}
     places = stored_places(shape).items()
     return dtypes | {name: dtypes[place.tensor] for name, place in places}
 

@@ -23,6 +23,8 @@ def add_parser(commands: Commands) -> None:
         option("folder", "Hugging Face folder to write; it must not exist.", metavar="FOLDER"),
         option("--like", "Hugging Face folder from which config and tokenizer are copied. Default: "
                "the model from which the checkpoint's run was trained.", metavar="PATH"),
+        option("--critic", "Write the critic instead of the policy, with its value head as "
+               "score.weight: a folder for critic.path."),
         option("--push", "Also upload the folder to the Hugging Face hub; a new model there is "
                "private.", metavar="OWNER/NAME"),
         option("overrides", "Parallel layout, for example parallel.tensor=2.",
@@ -41,7 +43,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         from megatron_rl.checkpoint_export import plan_export, run_export
 
         plan = plan_export(
-            options.checkpoint, options.folder, like=options.like, overrides=options.overrides
+            options.checkpoint,
+            options.folder,
+            like=options.like,
+            overrides=options.overrides,
+            critic=options.critic,
         )
         if place is not None:
             if options.push is not None and LAUNCHER not in os.environ:

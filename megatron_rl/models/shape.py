@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from megatron_rl.models.weights import (
     QK_NORM,
     QKV_BIAS,
     SIGMOID_ROUTER,
+    VALUE_HEAD,
     Architecture,
     Factors,
     Layers,
@@ -51,6 +53,9 @@ Scoring = Literal["softmax", "sigmoid"]
 # Megatron scores a group of experts by the sum of its k / chosen_groups best ones; transformers and
 # vLLM by the sum of the two best.
 BEST_OF_GROUP = 2
+# Of the last hidden states: log-probs of tokens; of a critic one value, of which the head is in the
+# model's files or in none.
+Head = Literal["tokens", "value", "none"]
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,7 @@ class ModelShape:
     wrapper: str | None = None  # class of files that also have a vision tower
     fused_experts: bool = False  # files have all experts of a layer in one tensor
     lists_frozen: bool = True  # whether `weights` lists those that training does not change
-    headless: bool = False  # a critic: no output layer
+    head: Head = "tokens"
     factors: Factors | None = None  # of adapters, which `weights` then lists alone
 
     @property
@@ -186,7 +191,8 @@ class ModelShape:
     @property
     def shared_expert_gate(self) -> bool:
         """True if a gate scales the output of the shared expert."""
-        return any(weight.size == ("one", "hidden") for weight in self.weights)
+        gates = (weight for weight in self.weights if weight.part == "layer")
+        return any(weight.size == ("one", "hidden") for weight in gates)
 
     @property
     def rotary_size(self) -> int:
@@ -201,12 +207,13 @@ class ModelShape:
         weights = ARCHITECTURES[self.architecture].weights_of(self.options)
         if self.factors is not None:
             return tuple(factor_weights(weights, self.factors.targets))
-        return tuple(
+        has_output_layer = self.head == "tokens" and not self.tied_embeddings
+        listed = tuple(
             w
             for w in weights
-            if not ((self.tied_embeddings or self.headless) and w is OUTPUT_LAYER)
-            and (self.lists_frozen or not w.frozen)
+            if (has_output_layer or w is not OUTPUT_LAYER) and (self.lists_frozen or not w.frozen)
         )
+        return (*listed, VALUE_HEAD) if self.head == "value" else listed
 
     def layers_with(self, kind: Layers, among: range | None = None) -> Sequence[int]:
         """Return the layers of one kind, optionally within the range `among`."""
@@ -284,13 +291,42 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     Raises ValueError naming the file if it is missing, incomplete, of an unsupported architecture,
     or uses unsupported features (all of them are listed at once).
     """
+    path = _config_file(folder)
+    return _read_shape(path, _read_object(path))
+
+
+def read_critic_shape(folder: str | Path) -> ModelShape:
+    """Read the shape of a critic that starts from a Hugging Face model.
+
+    Its value head is `score.weight` of the files, as of transformers' models for classification
+    with one label; without this tensor it is in no file, and starts at 0. The output layer is not
+    read. Raises ValueError as `read_model_shape`.
+    """
+    path = _config_file(folder)
+    config = _read_object(path)
+    if isinstance(names := config.get("architectures"), list):
+        named = [_CLASSIFIER.sub("ForCausalLM", str(name)) for name in names]
+        config = config | {"architectures": named}
+    is_stored = any(path.parent.glob("*.safetensors*")) and VALUE_HEAD.hf[0] in find_files(folder)
+    shape = _read_shape(path, config)
+    return replace(shape, tied_embeddings=False, head="value" if is_stored else "none")
+
+
+_CLASSIFIER = re.compile(r"For(Sequence|Token)Classification$")
+
+
+def _config_file(folder: str | Path) -> Path:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(
             f"{path} does not exist: {folder} is not a Hugging Face model folder; "
             "give one with config.json, *.safetensors and the tokenizer's files"
         )
-    config, wrapper = text_model(_read_object(path))
+    return path
+
+
+def _read_shape(path: Path, config: dict[str, Any]) -> ModelShape:
+    config, wrapper = text_model(config)
     architecture = _find_architecture(config, path)
     name = architecture.name
     try:

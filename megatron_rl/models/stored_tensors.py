@@ -193,7 +193,7 @@ def check_headers(folder: str | Path, shape: ModelShape) -> None:
             "the file is of another model, or was trained with what transformers and vLLM do not "
             "compute; name its architecture in config.json, or remove these tensors"
         )
-    if not shape.headless:
+    if shape.head == "tokens":
         _check_output_layer(folder, entries, wanted)
 
 

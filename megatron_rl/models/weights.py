@@ -206,6 +206,12 @@ OUTPUT_LAYER = Weight(
     "output_layer.weight",
     "lm_head.weight",
 )  # fmt: skip
+VALUE_HEAD = Weight(  # of a critic, as of transformers' models for classification with one label
+    "last", "replicated", ("one", "hidden"),
+    ("score.weight",),
+    "output_layer.weight",
+    "score.weight",
+)  # fmt: skip
 ATTENTION = (
     Weight(
         "layer", "replicated", ("hidden",),

@@ -15,7 +15,7 @@ from megatron_rl.data.rows import count_rows
 from megatron_rl.errors import UserError
 from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.safetensors_headers import find_files, read_header
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_critic_shape, tensor_shapes
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 
@@ -119,7 +119,7 @@ def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str
     if lora is not None:
         trained = count_adapter_parameters(shape, rank=lora.rank, targets=lora.targets)
     if config.critic is not None:
-        own = shape if config.critic.path is None else read_model_shape(config.critic.path)
+        own = shape if config.critic.path is None else read_critic_shape(config.critic.path)
         trained += sum(math.prod(size) for size in tensor_shapes(own).values())
     checkpoint = trained * CHECKPOINT_BYTES_PER_PARAMETER + _stored_batches(config) * step
     generated = 0.0

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megatron_rl.models.adapters import (
     engine_problems,
     target_problems,
 )
-from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.objectives.spec import FunctionSpec, ObjectiveSpec
 from megatron_rl.preflight.hub_names import hub_problem
 from megatron_rl.preflight.layout import (
@@ -234,10 +235,12 @@ def _reference_problems(
     role: reference, or critic, for which the same holds.
     """
     try:
-        other = read_model_shape(folder)
+        other = read_critic_shape(folder) if role == "critic" else read_model_shape(folder)
     except ValueError as error:
         return [f"{key}: {error}"]
     has_tokens = (Path(folder) / "tokenizer.json").is_file()
+    if shape is not None and role == "critic":  # its head is its own
+        shape = replace(shape, head=other.head, tied_embeddings=other.tied_embeddings)
     if shape is None or (other == shape and not has_tokens):  # weights alone
         return []
     if other.vocab_size != shape.vocab_size:

@@ -15,7 +15,7 @@ from megatron_rl.config import Config, ConfigError, parse_config
 from megatron_rl.data.prompts import share
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine.engine_arguments import cpu_engine_problems
-from megatron_rl.models.shape import ModelShape, read_model_shape
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.settings import evaluation_problems, settings_problems
@@ -157,7 +157,8 @@ def _weight_problems(config: Config, shape: ModelShape | None, known: list[str])
         if _is_named(key, known):
             continue
         try:
-            check_headers(folder, shape if key == "model.path" else read_model_shape(folder))
+            read = read_critic_shape if key == "critic.path" else read_model_shape
+            check_headers(folder, shape if key == "model.path" else read(folder))
         except ValueError as error:
             problems.append(f"{key}: {error}")
     return problems

@@ -44,6 +44,10 @@ class CheckpointFolders:
         names = (NAME.fullmatch(folder.name) for folder in self.path.glob("step_*"))
         return sorted(int(match.group(1)) for match in names if match)
 
+    def has_critic(self, step: int) -> bool:
+        """Return True if the checkpoint of a step contains a critic."""
+        return (self.folder(step) / "critic").is_dir()
+
     def intact_steps(self) -> list[int]:
         """Return the steps of checkpoints whose files all exist with the right size."""
         return [step for step in self.steps() if self.problem(step) is None]

@@ -134,6 +134,7 @@ class RunDirectory:
                 f"{self.path} already contains a run; set run.resume=auto to continue it, "
                 "or choose another run.name"
             )
+        self._check_critic(config)
         changed = [
             f"{key}: {before!r} -> {now!r}"
             for key, (before, now) in self.changes(config).items()
@@ -149,6 +150,27 @@ class RunDirectory:
             )
         self.checkpoints.check_formats()
         self.check_checkpoints(self._saved_config())
+
+    def _check_critic(self, config: Config) -> None:
+        """Raise ConfigError if the run began with a critic and has none now, or the reverse."""
+        steps = self.checkpoints.steps()
+        began = self._saved_config().critic is not None
+        where = f"{self.path} was started"
+        if steps:
+            began = self.checkpoints.has_critic(steps[-1])
+            where = f"{self.checkpoints.folder(steps[-1])} was saved"
+        if began and config.critic is None:
+            raise ConfigError(
+                f"{where} with a critic, but critic is null; a run keeps the critic that it began "
+                f"with: restore the section critic from {self.config_file}, or choose another "
+                "run.name"
+            )
+        if config.critic is not None and not began:
+            raise ConfigError(
+                f"{where} without a critic, but critic is set; a run keeps the form that it began "
+                f"with: set critic to null, or choose another run.name and start it from this "
+                f"run's model, model.path={self.model}"
+            )
 
     def changes(self, config: Config) -> dict[str, tuple[object, object]]:
         """Return the settings that differ from the last start: key -> (before, now)."""

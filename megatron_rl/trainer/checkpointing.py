@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.checkpoint_contents import CRITIC, FOLDER
 from megatron_rl.actor.critic import Critic
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.distributed.agreement import (
@@ -155,9 +156,9 @@ class CheckpointKeeper:
         with sync_errors_across_ranks(doing=f"reading the manifest of step {step}"):
             manifest = folders.manifest(step)
         if self.critic is not None:
-            self.critic.load(folders.folder(step) / "critic")
+            self.critic.load(folders.folder(step) / CRITIC)
             self.critic.sleep()
-        actor.load(folders.folder(step) / "actor")
+        actor.load(folders.folder(step) / FOLDER)
         with sync_errors_across_ranks(doing=f"reading the progress of step {step}"):
             try:
                 self._load_step_progress(folders.folder(step), actor)
@@ -344,9 +345,9 @@ class CheckpointKeeper:
 
         folder = folders.partial(step)
         self._is_writing = True
-        actor.save(folder / "actor")
+        actor.save(folder / FOLDER)
         if self.critic is not None:
-            self.critic.save(folder / "critic")
+            self.critic.save(folder / CRITIC)
         self._is_writing = False
         digests = gather_from_ranks(self._digest(actor))
         with sync_errors_across_ranks(doing=doing):  # every rank has written its part

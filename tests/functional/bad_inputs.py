@@ -128,6 +128,22 @@ def both(*steps: Callable[[Path], object]) -> Callable[[Path], object]:
     return prepare
 
 
+def saved_run(*models: str) -> Callable[[Path], object]:
+    """Write a run with a checkpoint of these models."""
+
+    def save(folder: Path) -> None:
+        run = folder / "runs" / "a"
+        for model in models:
+            (run / "checkpoints" / "step_000001" / model).mkdir(parents=True)
+        manifest = {"step": 1, "files": {}, "digests": []}
+        file = run / "checkpoints" / "step_000001" / "trainer.json"
+        file.write_text(json.dumps(manifest))
+        shutil.copy(folder / "run.yaml", run / "config.yaml")
+        (run / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    return save
+
+
 def change_weights(change: Callable[[dict], dict]) -> Callable[[Path], object]:
     """Rewrite the model's tensors."""
 
@@ -612,6 +628,12 @@ ENVIRONMENTS = [
          "at a temperature of 1; unset one"),
          ("sft={}", "objective={name: sft}", "rollout.responses_per_prompt=1",
           "rollout.temperature=0.5")),
+    Case("a critic for a run that began without one", ("step_000001 was saved without a critic, but"
+         " critic is set", "set critic to null", "run.name"),
+         ("critic={}", "objective=ppo", "run.resume=auto"), saved_run("actor")),
+    Case("no critic for a run that began with one", ("step_000001 was saved with a critic, but "
+         "critic is null", "restore the section critic"), ("run.resume=auto",),
+         saved_run("actor", "critic")),
     Case("an advantage over one response", ("rollout.responses_per_prompt=1: must be at least 2",
          "raise it", "set critic"), ("rollout.responses_per_prompt=1",)),
     Case("the objective of sft alone", ("objective.name=sft trains every answer alike",

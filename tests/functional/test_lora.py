@@ -251,7 +251,7 @@ def store(rank, world_size, root):
     actor.export_hf(root / "exported16")
     exported = load_file(root / "exported16" / "model.safetensors")
     push(actor, exported, dtype=torch.bfloat16)
-    options = {"like": root / "model16", "topology": actor.topology}
+    options = {"like": root / "model16", "shape": actor.shape, "topology": actor.topology}
     export_checkpoint(root / "checkpoint16", root / "again16", progress=lambda *_: None, **options)
     again = load_file(root / "again16" / "model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in exported.items())

@@ -48,7 +48,7 @@ from megatron_rl.apps.planning.rates import (
 )
 from megatron_rl.config import Config, ParallelSection
 from megatron_rl.errors import UserError
-from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
+from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape, tensor_shapes
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.layout import cut_problems
 from megatron_rl.resharding.layouts import ActorLayout, EngineLayout
@@ -528,7 +528,7 @@ class Planner:
         critic = self.config.critic
         if critic is None:
             return passes
-        shape = self.shape if critic.path is None else read_model_shape(critic.path)
+        shape = self.shape if critic.path is None else read_critic_shape(critic.path)
         trained = 1 + 3 * self.workload.epochs  # values, and updates of a forward and a backward
         return passes + trained * engine_sizes(shape, 1).active / active
 

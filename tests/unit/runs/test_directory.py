@@ -42,10 +42,11 @@ def record(directory, step):
     (directory.path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
 
 
-def write_checkpoint(directory, step):
+def write_checkpoint(directory, step, models=("actor",)):
     partial = directory.checkpoints.begin(step)
-    (partial / "actor").mkdir()
-    (partial / "actor" / "weights").write_text("12345")
+    for model in models:
+        (partial / model).mkdir()
+        (partial / model / "weights").write_text("12345")
     sums = sum_files(partial, file_names(partial))
     directory.checkpoints.complete(step, sums=sums, digests=[])
 
@@ -73,6 +74,32 @@ def test_run_continues_only_under_its_own_settings(tmp_path):
         directory.check_usable(changed)
     assert "seed: 42 -> 1" in str(error.value)
     assert "trainer.steps" not in str(error.value)  # a run may be made longer
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_run_keeps_the_critic_that_it_began_with(tmp_path, is_saved):
+    without = build_config(resume="auto")
+    with_critic = parse_config(without.model_dump() | {"critic": {}, "objective": "ppo"})
+    began = {"without": without, "with": with_critic}
+    for name, config in began.items():
+        directory = RunDirectory(tmp_path / name)
+        directory.create(config)
+        record(directory, 0)
+        if is_saved:
+            write_checkpoint(directory, 5, models=("actor", "critic")[: 1 + (name == "with")])
+        directory.check_usable(config)
+        where = directory.checkpoints.folder(5) if is_saved else directory.path
+        with pytest.raises(ConfigError) as error:
+            directory.check_usable(began["without" if name == "with" else "with"])
+        message = str(error.value)
+        assert message.startswith(f"{where} was {'saved' if is_saved else 'started'} {name} a crit")
+        assert "choose another run.name" in message and message.count("\n") == 0
+    # Also if somebody has edited the run's own config.
+    directory = RunDirectory(tmp_path / "without")
+    (directory.path / "config.yaml").write_text((tmp_path / "with" / "config.yaml").read_text())
+    if is_saved:
+        with pytest.raises(ConfigError, match="without a critic, but critic is set"):
+            directory.check_usable(with_critic)
 
 
 def test_experts_stay_on_one_rank_or_on_several(tmp_path):
