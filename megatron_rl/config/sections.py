@@ -599,7 +599,8 @@ class CriticSection(Section):
 
     path: PathText | None = None
     """Model folder from whose weights the critic starts, of any supported architecture and size
-    with the policy's vocabulary; null is `model.path`. Values start at 0."""
+    with the policy's vocabulary; null is `model.path`. Values start at 0, or with the value head
+    (`score.weight`) that the folder has, as `megatron-rl export --critic` writes it."""
     learning_rate: Positive = 1.0e-5
     """Learning rate of the critic; its other settings are those of `optimizer`."""
     warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0

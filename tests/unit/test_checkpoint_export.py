@@ -87,6 +87,18 @@ def test_newest_checkpoint_of_run_is_found_with_its_model(model, tmp_path):
     assert found.mebibytes == (2 * (160 + 2 * (16 + 256 + 144)) + 4 * 8) / 2**20
 
 
+def test_critic_is_found_in_its_folder(model, tmp_path):
+    run, out = make_run(tmp_path / "run", model), tmp_path / "out"
+    with pytest.raises(ConfigError, match="was trained without a critic; export the policy"):
+        plan_export(run, out, like=None, overrides=[], critic=True)
+    newest = run / "checkpoints" / "step_000010"
+    make_checkpoint(newest / "critic", **{"output_layer.weight": (1, 8)})
+    for source in (run, newest, newest / "critic"):
+        found = plan_export(source, out, like=None, overrides=[], critic=True)
+        assert found.checkpoint == newest / "critic" and found.shape.head == "value"
+    assert plan(run, out).checkpoint == newest / "actor"
+
+
 def test_invalid_paths_are_refused(model, tmp_path):
     empty, out = tmp_path / "empty", tmp_path / "out"
     empty.mkdir()

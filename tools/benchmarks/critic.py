@@ -4,7 +4,7 @@
 
 `doors`: a conversation of nine turns. The first turn chooses a door, any letter. Behind each door
 and each digit that the environment then names, the right answer is the next digit, which earns
-0.125. Half of the doors, drawn anew for each prompt and step, pay a bonus of 0.25 in each of these
+0.125. Half of the doors, drawn again for each prompt and step, pay a bonus of 0.25 in each of these
 turns, whatever the answer is, and every observation shows whether this door does. The mean of a
 group has responses behind doors of both kinds, so the luck of the door is in all of its advantages;
 a critic reads it.
@@ -37,7 +37,7 @@ from tools.make_tool_tasks import DIGITS, KEYS
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = 4  # turns after the door
-RIGHT, PRIZE = 0.125, 4.0  # rewards of a right answer, and behind half of the doors at the end
+RIGHT, PRIZE = 1 / 16, 1.0  # rewards of a right answer, and behind half of the doors at the end
 MAX_TOKENS = 80
 
 
@@ -62,10 +62,9 @@ class Doors:
             self.pays = self.draw.random() < 0.5
         is_last = self.turns == QUESTIONS
         reward = RIGHT * (message == self.right) + self.prize * (is_last and self.pays)
-        digit = self.draw.choice(DIGITS)
+        digit = self.draw.choice(DIGITS[5:] if self.pays else DIGITS[:5])
         self.right, self.turns = next_digit(digit), self.turns + 1
-        text = f"{digit}{'z' if self.pays else 'a'}"
-        return Answer(text, reward=reward, done=is_last, reason="graded")
+        return Answer(digit, reward=reward, done=is_last, reason="graded")
 
 
 class Level(Doors):
@@ -93,11 +92,10 @@ def write_conversation(draw: random.Random, used: float) -> list[tuple[str, bool
     question = f"Question {draw.randrange(1000):03d}."
     parts = [(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", False),
              (f"{draw.choice(KEYS)}<|im_end|>", True)]  # fmt: skip
-    mark = draw.choice("az")
     for _ in range(QUESTIONS):
         digit = draw.choice(DIGITS)
         answer = next_digit(digit) if draw.random() < used else draw.choice(DIGITS)
-        text = f"\n<|im_start|>user\n{digit}{mark}<|im_end|>\n<|im_start|>assistant\n"
+        text = f"\n<|im_start|>user\n{digit}<|im_end|>\n<|im_start|>assistant\n"
         parts += [(text, False), (f"{answer}<|im_end|>", True)]
     return parts
 
@@ -143,7 +141,7 @@ DOORS = (
     f"environment.max_turns={QUESTIONS + 1}", f"environment.max_context_tokens={MAX_TOKENS}",
     "environment.max_turn_tokens=3", f"rollout.max_response_tokens={3 * (QUESTIONS + 1)}",
     "rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "trainer.minibatches=2",
-    "trainer.steps=12",
+    "trainer.steps=24",
 )  # fmt: skip
 BY_TURN = ("advantage.credit=turn",)
 CRITIC = "critic={learning_rate: 3.0e-3, discount: turn, gae_lambda: 0.5, value_clip: null}"

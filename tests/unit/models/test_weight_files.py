@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.errors import UserError
 from megatron_rl.models.safetensors_headers import find_files
-from megatron_rl.models.shape import read_model_shape
+from megatron_rl.models.shape import read_critic_shape, read_model_shape
 from megatron_rl.models.stored_tensors import check_headers, describe_unread
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -40,6 +40,31 @@ def write(tied, folder, change, *, index=None):
         named = dict.fromkeys(tensors, index)
         (folder / f"{file.name}.index.json").write_text(json.dumps({"weight_map": named}))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, None),
+        ({"score.weight": torch.ones(1, 16)}, None),
+        ({"score.weight": torch.ones(2, 16)}, r"score.weight has shape \(2, 16\), but .* \(1, 16"),
+        ({"score.weight": torch.ones(1, 16), "score.bias": torch.ones(1)}, "has no score.bias"),
+    ],
+)
+def test_a_critic_starts_from_a_classifier_with_one_label(tied, tmp_path, tensors, message):
+    folder = write(tied, tmp_path / "critic", lambda w: w | tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3ForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="architecture Qwen3ForSequenceClassification is not sup"):
+        read_model_shape(folder)
+    shape = read_critic_shape(folder)
+    assert shape.head == ("value" if tensors else "none") and not shape.tied_embeddings
+    if message is None:
+        check_headers(folder, shape)
+        return
+    with pytest.raises(UserError, match=message):
+        check_headers(folder, shape)
 
 
 def check(folder):
