@@ -118,7 +118,8 @@ def make_model(folder: Path, settings: Settings) -> None:
         tokens = torch.full((settings.batch, MAX_TOKENS), tokenizer.pad_token_id)
         labels = torch.full((settings.batch, MAX_TOKENS), IGNORED)
         for row in range(settings.batch):
-            ids, trained = [], []
+            ids: list[int] = []
+            trained: list[int] = []
             for text, is_written in write_conversation(draw, used):
                 one = tokenizer(text, add_special_tokens=False)["input_ids"]
                 ids += one
@@ -145,7 +146,11 @@ DOORS = (
 )  # fmt: skip
 BY_TURN = ("advantage.credit=turn",)
 CRITIC = "critic={learning_rate: 3.0e-3, discount: turn, gae_lambda: 0.5, value_clip: null}"
-WAYS = {"group, response": (), "group, turn": BY_TURN, "critic": (CRITIC,)}
+WAYS = {
+    "group, response": ("optimizer.learning_rate=3.0e-4",),
+    "group, turn": (*BY_TURN, "optimizer.learning_rate=1.0e-3"),
+    "critic": (CRITIC, "optimizer.learning_rate=1.0e-3"),
+}
 TASKS: dict[str, dict[str, Any]] = {
     "doors": {
         "config": "ask.yaml",
@@ -161,8 +166,11 @@ TASKS: dict[str, dict[str, Any]] = {
         "config": "quickstart.yaml",
         "common": ("rollout.prompts_per_step=32", "trainer.steps=12"),
         "ways": {
-            "group, response": (),
-            "critic": ("critic={learning_rate: 1.0e-3, warmup_steps: 1}",),
+            "group, response": ("optimizer.learning_rate=2.0e-4",),
+            "critic": (
+                "critic={learning_rate: 1.0e-3, warmup_steps: 1}",
+                "optimizer.learning_rate=2.0e-4",
+            ),
         },
     },
 }  # fmt: skip
