@@ -1,11 +1,13 @@
 """Console output: progress bars on a terminal, otherwise flushed lines and a periodic status."""
 
+import errno
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +21,41 @@ class Advance(Protocol):
 
     def __call__(self, done: int, total: int, tokens: int = 0, expected: int = 0) -> None:
         """Report finished and total units, and generated and expected tokens."""
+
+
+class _Output:
+    """Standard output, whose loss (a pipe without a reader, a closed terminal) does not end a run.
+
+    on_loss: receives one line.
+    """
+
+    def __init__(self, on_loss: Callable[[str], object]) -> None:
+        self._on_loss = on_loss
+
+    def write(self, text: str) -> int:
+        with self._outliving():
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._outliving():
+            sys.stdout.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    @contextmanager
+    def _outliving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            # In its place, also for what libraries print and for what is still in the buffer.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            self._on_loss(f"warning: nothing more can be printed ({error}); this log goes on")
 
 
 class Console:
@@ -37,7 +74,8 @@ class Console:
         self.is_main_rank = is_main_rank
         self.log_file = log_file
         self.on_advance = on_advance
-        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._output: Any = _Output(on_loss=self.log)
+        self._rich = RichConsole(file=self._output, highlight=False, soft_wrap=True)
 
     def echo(self, text: str = "") -> None:
         """Print one line immediately, and append it to the log with a timestamp."""
@@ -46,7 +84,7 @@ class Console:
         if self._rich.is_terminal:
             self._rich.print(text, markup=False)
         else:
-            print(text, flush=True)
+            print(text, file=self._output, flush=True)
         self.log(text)
 
     def log(self, text: str) -> None:

@@ -256,7 +256,19 @@ class Recorder:
         """Start drawing the curves in the background, for instance during the export."""
         with sync_errors_across_ranks(doing="drawing the curves"):
             if self.directory is not None:
-                self.writer.submit(partial(draw_curves, self.directory.path))
+                self.writer.submit(partial(self._draw, self.directory.path))
+
+    def _draw(self, folder: Path) -> None:
+        """Draw the curves; a library of figures that fails is no loss after weeks of training."""
+        try:
+            draw_curves(folder)
+        except OSError:  # a full disk
+            raise
+        except Exception as error:  # noqa: BLE001 - printed
+            self.console.echo(
+                f"warning: {CURVES} could not be drawn ({type(error).__name__}: {error}); "
+                "megatron-rl report draws the same curves"
+            )
 
     def finish(self) -> None:
         """Wait until everything is on disk, and print the summary. Collective."""

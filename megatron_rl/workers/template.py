@@ -221,6 +221,7 @@ def use_folder(folder: str, *, instead_of: str) -> None:
 
     Nothing changes where the module has chosen a place of its own.
     """
+    os.makedirs(instead_of, 0o700, exist_ok=True)  # a cleaner of /tmp may have removed it
     os.mkdir(folder, 0o700)
     if os.environ.get("TMPDIR") == instead_of:
         os.environ["TMPDIR"] = folder

@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import time
 
@@ -78,6 +79,14 @@ def test_answers_are_of_their_conversation():
         assert pool.tools == []
         assert Talk(pool)(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
         assert pool.answered == 24
+
+
+def test_conversations_outlive_a_cleaner_of_temporary_files(short):
+    """It has removed the folder in which each process has one of its own."""
+    scripts = [["a", "b"]] * 4
+    assert short(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
+    shutil.rmtree(short.pool._temporary)
+    assert short(scripts) == [expected(n, turns) for n, turns in enumerate(scripts)]
 
 
 def test_calls_wait_together(tmp_path):

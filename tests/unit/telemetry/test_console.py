@@ -1,5 +1,12 @@
 """Plain lines, heartbeats and silence."""
 
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
 from megatron_rl.telemetry import console as console_module
 from megatron_rl.telemetry.console import Console
 
@@ -20,6 +27,40 @@ def test_long_phase_prints_every_ten_seconds_and_later_less_often(capsys, monkey
             advance(done, 8, 1000 * done, 5000)
     lines = ["  rollout: 0/8", "  rollout: 2/8, 2,000 tokens, about 150 s left"]
     assert capsys.readouterr().out.splitlines() == lines
+
+
+PRINT = """
+import os, sys, time
+from pathlib import Path
+from megatron_rl.telemetry.console import Console
+
+console = Console(is_main_rank=True, log_file=Path(sys.argv[1]))
+console.echo("before")
+sys.stdin.readline()
+with console.progress("train") as advance:
+    console.echo("after")
+    print("of a library", flush=True)
+    advance(1, 2)
+console.echo("end")
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, is_terminal):
+    """As behind `| head`, or in a terminal that was closed."""
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINT, str(tmp_path / "log.txt")], stdin=subprocess.PIPE,
+        stdout=theirs, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert os.read(ours, 6) == b"before"
+    os.close(theirs)
+    os.close(ours)
+    _, errors = process.communicate(b"\n", timeout=120)
+    assert (process.returncode, errors) == (0, b"")
+    lines = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert [line for line in lines if "warning" not in line] == ["before", "after", "end"]
+    assert sum("nothing more can be printed" in line for line in lines) == 1
 
 
 def test_only_main_rank_prints(tmp_path, capsys):

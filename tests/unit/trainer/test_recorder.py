@@ -6,6 +6,7 @@ from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runs.rollouts import rollout_row
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import MetricLog, PhaseClock
+from megatron_rl.trainer import recorder as recorder_module
 from megatron_rl.trainer.recorder import Recorder, closing_lines, duration, percent, step_line
 from tests.ranks import run_ranks
 from tests.unit.trainer import test_learning_check
@@ -50,6 +51,22 @@ def test_write_error_of_one_rank_is_raised_on_every_rank(tmp_path):
         f"OtherRankError: recording up to step 1: {messages}",
         f"OtherRankError: recording the run: {messages}",
     ]
+
+
+def test_figure_that_cannot_be_drawn_does_not_end_a_run(tmp_path, capsys, monkeypatch):
+    """As after an upgrade of the environment during a run."""
+
+    def fail(folder):
+        raise ModuleNotFoundError("No module named 'matplotlib'")
+
+    monkeypatch.setattr(recorder_module, "draw_curves", fail)
+    config, directory = make_config(), RunDirectory(tmp_path)
+    directory.create(config)
+    console = Console(is_main_rank=True)
+    recorder = Recorder(config, directory, MetricLog(tmp_path, config), console, PhaseClock())
+    recorder.draw()
+    recorder.wait()
+    assert "curves.png could not be drawn (ModuleNotFoundError: No" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
