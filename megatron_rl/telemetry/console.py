@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -74,7 +74,7 @@ class Console:
         self.is_main_rank = is_main_rank
         self.log_file = log_file
         self.on_advance = on_advance
-        self._output: Any = _Output(on_loss=self.log)
+        self._output = cast("IO[str]", _Output(on_loss=self.log))
         self._rich = RichConsole(file=self._output, highlight=False, soft_wrap=True)
 
     def echo(self, text: str = "") -> None:

@@ -1,5 +1,6 @@
 """Metrics of a step and of the start: seconds, peak memory, and the writer of metrics.jsonl."""
 
+import contextlib
 import json
 import math
 import time
@@ -66,6 +67,47 @@ class PeakMemory:
 def _resident(field: str) -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
+
+
+# Of each version of control groups: where they are, limit and use of memory, and what of the use
+# is files that the kernel drops when memory is short.
+_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}  # fmt: skip
+
+
+def free_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may still use: the host's, or fewer in a control group.
+
+    Containers and SLURM jobs have limits of their own. root: of the file system.
+    """
+    free = [psutil.virtual_memory().available]
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            for name in _GROUPS.keys() & set(controllers.split(",")):
+                top = root / _GROUPS[name][0]
+                place = top / path.lstrip("/")
+                # In a container the path may be the host's; then only the top is there.
+                groups = [one for one in (place, *place.parents) if one.is_relative_to(top)]
+                free += [left for one in groups if (left := _left_in_group(one, name)) is not None]
+    return min(free)
+
+
+def _left_in_group(group: Path, version: str) -> int | None:
+    """Return the bytes left in a control group; None without a limit."""
+    _, *names, cached = _GROUPS[version]
+    try:
+        limit, used = ((group / name).read_text(encoding="utf-8").strip() for name in names)
+        rows = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    files = next((int(row.split()[1]) for row in rows if row.startswith(f"{cached} ")), 0)
+    return None if limit == "max" else int(limit) - int(used) + files
 
 
 HOST_FREE = "memory/host_free_gib"
@@ -225,7 +267,7 @@ class PhaseClock:
         times["time/step"] = self._charged - self._start
         self._ended = self._epoch + self._start, times["time/step"]
         self.seconds, self.peaks, self._start = {}, {}, self._charged
-        free = psutil.virtual_memory().available
+        free = free_memory()
         local = torch.tensor([*peaks.values(), _resident("VmRSS"), -free], dtype=torch.float64)
         largest = reduce_max(local, group=self.group).tolist()
         memory = {

@@ -26,6 +26,14 @@ def list_tools(number, cursor, how):
         answer(number, {"tools": [tool("second")]})
 
 
+def answer_at_length(number, tool):
+    """A million parts, or a line without an end."""
+    if tool == "first":
+        answer(number, {"content": [{"type": "text", "text": "x"}] * 1_000_000})
+    while tool == "second":
+        sys.stdout.write("x" * 65536)
+
+
 def serve(how):
     """Answer requests line by line."""
     for line in sys.stdin:
@@ -44,7 +52,9 @@ def serve(how):
         elif method == "tools/call":
             sys.stdout.buffer.write(b"no message\n{\n\xff\xfe\x00\n")
             sys.stdout.buffer.flush()
-            if request["params"]["name"] == "first":
+            if how == "huge":
+                answer_at_length(number, request["params"]["name"])
+            elif request["params"]["name"] == "first":
                 answer(number, {"content": [], "structuredContent": {"price": 3}})
             else:
                 part = {"type": "resource", "resource": {"uri": "file:///x", "text": "a page"}}

@@ -35,6 +35,10 @@ class Noisy(Remote):
     server = _misbehaving("noisy")
 
 
+class Huge(Remote):
+    server = _misbehaving("huge")
+
+
 class Endless(Remote):
     server = _misbehaving("endless")
 

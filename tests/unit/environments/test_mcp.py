@@ -70,6 +70,22 @@ def test_stray_bytes_are_ignored_and_results_of_any_kind_are_read():
     assert last.reward == 1.0
 
 
+@pytest.mark.slow
+def test_result_without_measure_ends_its_own_call_only():
+    """It is read until it is whole and then cut, or until the time of the call is over."""
+    small = [call("double", x=4), call("double", x=5), "7"]
+    scripts = [[call("first"), *small], [call("second"), *small], small]
+    with open_pool("Huge", 5.0) as pool:
+        pool.start()
+        (parts, *rest), (line, *more), others = Talk(pool, row="{}")(scripts)
+    (text,), (late,) = ([one["content"] for one in x.observation] for x in (parts, line))
+    assert text == "error: timed out" or text.endswith("[cut: 1,999,999 characters]")
+    assert late == "error: timed out"
+    for first, second, last in (rest, more, others):
+        assert [one.observation[0]["content"] for one in (first, second)] == ["8", "10"]
+        assert last.reward == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("Dying", "Dying.server .*did not name its tools: MCPError"),

@@ -1,5 +1,7 @@
 """Peak memory of phases on a device that an engine shares, seconds of the start, timelines."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_rl.telemetry.metrics import (
     PhaseInterval,
     SlowRanks,
     StartUp,
+    free_memory,
 )
 
 
@@ -81,6 +84,29 @@ def test_timeline_of_step_has_its_phases_where_they_began(monkeypatch):
         second = clock.pop_timeline(has_engine_ranks=False)
     own = [["record", 0.0, 1.0], ["eval", 3.0, 1.0]]
     assert second == {"start": 1007.0, "seconds": 4.0, "ranks": {"all ranks": own}}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_that_of_the_tightest_control_group(tmp_path, version):
+    """1,000 of the host's MiB at most: 900 of 1,000 are used in the outer group, 200 of files."""
+    top = tmp_path / ("sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup")
+    limit, used, files = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    (tmp_path / "proc/self").mkdir(parents=True)
+    lines = {1: "5:cpu:/job\n4:memory,hugetlb:/job/step\n", 2: "0::/job/step\n"}
+    (tmp_path / "proc/self/cgroup").write_text(lines[version])
+    unlimited = "9223372036854771712" if version == 1 else "max"
+    for folder, value in ((top / "job/step", unlimited), (top / "job", str(1000 << 20))):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{value}\n")
+        (folder / used).write_text(f"{900 << 20}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{files} {200 << 20}\n")
+    assert free_memory(tmp_path) == 300 << 20
+    shutil.rmtree(top / "job")  # without limits
+    assert free_memory(tmp_path) > 300 << 20
 
 
 def test_warning_comes_before_the_memory_of_the_host_ends():
