@@ -10,6 +10,7 @@ Minutes each on two cores; docs/models.md has the results.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -240,14 +241,17 @@ class Checks:
             "optimizer.warmup_steps=0",
             "reward.verifier=tools.real_model_checks:spread",
         )
+        with (self.task / "heldout.jsonl").open(encoding="utf-8") as lines:
+            questions = self.jsonl("questions", [json.loads(line) for line in islice(lines, 64)])
         output = self.work / "greedy"
-        if not output.exists():
+        if not list(output.glob("eval/*.parquet")):
+            shutil.rmtree(output, ignore_errors=True)  # of a call that was interrupted
             self._run(
                 "eval",
                 "--model",
                 str(run),
                 "--data",
-                str(self.task / "heldout.jsonl"),
+                str(questions),
                 "--output",
                 str(output),
                 "eval.temperature=0",
@@ -256,7 +260,7 @@ class Checks:
             )
         (file,) = (output / "eval").glob("*.parquet")
         model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-        rows, equal = pq.read_table(file).to_pylist()[:64], 0
+        rows, equal = pq.read_table(file).to_pylist(), 0
         for row in rows:
             tokens = torch.tensor([row["prompt_token_ids"]])
             made = model.generate(
