@@ -276,11 +276,11 @@ def _sharded_state(
     models = {}
     for index, chunk in enumerate(chunks):
         state = chunk.sharded_state_dict(metadata=dict(_METADATA))
-        beside = chunk.trained_beside_adapters
+        alongside = chunk.trained_beside_adapters
         models[f"model{index}" if len(chunks) > 1 else "model"] = {
             key: value
             for key, value in state.items()
-            if (ADAPTER in key) == adapters or key in beside
+            if (ADAPTER in key) == adapters or key in alongside
         }
     if optimizer is None:
         return models

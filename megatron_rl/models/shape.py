@@ -363,7 +363,7 @@ def text_model(config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """Return the config.json of the text model, and the class that wraps it with a vision tower.
 
     A config.json of a text model is returned with None; without `architectures` it gets the class
-    that transformers takes for its model_type. Embeddings are tied as the wrapper's own key says,
+    that transformers takes for its model_type. Embeddings are tied by the wrapper's own key,
     as in transformers.
     """
     if not config.get("architectures") and config.get("model_type") in TEXT_MODELS:

@@ -27,7 +27,7 @@ def refused(words):
     return pytest.raises(ValueError, match=".*".join(map(re.escape, words.split(" ... "))))
 
 
-# Settings on the command line, in addition to MINIMAL.
+# Settings on the command line, added to MINIMAL.
 SETTINGS = [
     ("rollout.prompts_per_step=10", "rollout.prompts_per_step=10 cannot be split into"),
     ("optimizer.min_learning_rate=1", "min_learning_rate is above"),
@@ -163,7 +163,7 @@ FILES = [
     (MINIMAL.encode() + b"model.path: b\n", "model.path is given twice, with and without dots"),
 ]  # fmt: skip
 
-# Keys of a config.json in addition to the keys of its family.
+# Keys added to a config.json of a family.
 FULL, LOCAL, DELTA = "full_attention", "sliding_attention", "linear_attention"
 MODELS = [
     # Read by vLLM and not by transformers, or by neither.

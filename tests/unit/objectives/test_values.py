@@ -75,7 +75,7 @@ def test_targets_equal_the_loop(discount, alpha, reward_at_cut):
 
 @pytest.mark.parametrize(("reward", "limit"), [(1.0, 1.0), (-0.5, -0.5), (0.0, 0.3)])
 def test_values_of_cut_responses_stay_bounded(reward, limit):
-    """Where they are fitted to their own targets again and again, with gamma 1."""
+    """Values fitted to their own targets again and again, with gamma 1."""
     layout, values, rewards, cut = example()
     rewards[10:13] = torch.tensor([0.0, 0.0, reward])
     values[12] = 0.3

@@ -150,7 +150,7 @@ def test_directory_is_locked_by_one_process(tmp_path):
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_earlier_of_two_starts_records_nothing_more(tmp_path, monkeypatch, is_lost):
-    """Where locks do not hold, as between two objects of one process; by no clock."""
+    """As on file systems without locks, simulated by two objects of one process; by no clock."""
     earlier, later = RunDirectory(tmp_path), RunDirectory(tmp_path)
 
     def lose(*_):  # what NFS answers once a lock is lost
