@@ -261,11 +261,7 @@ def test_dry_run_check_fails_on_different_peaks(monkeypatch):
     assert "update dry run / measured - 1 is 0.025" in output
 
 
-def test_every_row_runs_and_is_documented():
-    from pathlib import Path
-
-    page = (Path(__file__).parents[3] / "docs" / "gpu-check.md").read_text()
-    assert "--list" in page
+def test_every_row_is_documented():
     assert not [row.name for row in command.ORDER if not (row.check.__doc__ or "").strip()]
 
 
