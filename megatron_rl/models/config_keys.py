@@ -13,6 +13,8 @@ transformers' implementation.
 
 import json
 import math
+from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +172,67 @@ def unsupported_keys(config: dict[str, Any], architecture: Architecture) -> list
             text = text if len(text) <= 60 else f"{text[:57]}..."
             unsupported.append(f"{key}={text} ({hint})")
     return unsupported
+
+
+_NUMBERS = ("rms_norm_eps", "rope_theta", "partial_rotary_factor", "rope_local_base_freq",
+            "routed_scaling_factor", "query_pre_attn_scalar")  # fmt: skip
+# JSON types of the keys that are read; of those without a type here, a whole number.
+_TYPES = {
+    **dict.fromkeys(("model_type", "output_gate_type", "mamba_ssm_dtype"), "a text"),
+    **dict.fromkeys(("architectures", "layer_types"), "a list of texts"),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), "an object"),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "norm_topk_prob", "use_qk_norm",
+                     "mtp_use_dedicated_embeddings"), "true or false"),
+    **dict.fromkeys(_NUMBERS, "a number"),
+}  # fmt: skip
+_CLASSES: dict[str, type | tuple[type, ...]] = {
+    "a text": str, "a list of texts": list, "an object": dict, "true or false": bool,
+    "a number": (int, float), "a whole number": int,
+}  # fmt: skip
+NAMES = frozenset(("architectures", "model_type"))
+
+
+def wrong_types(config: dict[str, Any], keys: Set[str]) -> list[str]:
+    """List the values whose JSON type is not that of their key, each with the correction.
+
+    Null is no wrong type: other checks accept or refuse it.
+    """
+    problems = []
+    for key in [key for key in config if key in keys and config[key] is not None]:
+        value, wanted = config[key], _TYPES.get(key, "a whole number")
+        if _has_type(value, wanted):
+            continue
+        cure = "correct it"
+        if isinstance(value, str) and wanted == "a list of texts":
+            cure = f"write {json.dumps([value])}"
+        elif isinstance(value, str):
+            with suppress(ValueError):
+                if _has_type(json.loads(value), wanted):
+                    cure = f"write {value} without quotes"
+        problems.append(f"{key} is {json.dumps(value)}; it must be {wanted}: {cure}")
+    return problems
+
+
+def wrong_types_of_model(config: dict[str, Any], architecture: Architecture) -> list[str]:
+    """List the values of another JSON type among all keys that are read, also of rotary scaling."""
+    only = {*_ONLY, *_OFF, *architecture.only} - architecture.defaults.keys()
+    problems = wrong_types(config, {*_READ, *architecture.keys, *architecture.defaults} - only)
+    for rope in (config.get("rope_scaling"), config.get("rope_parameters")):
+        if isinstance(rope, dict):
+            nested = [each for each in rope.values() if isinstance(each, dict)]
+            problems += [
+                line for each in (rope, *nested) for line in wrong_types(each, {*_NUMBERS})
+            ]
+    return problems
+
+
+def _has_type(value: Any, wanted: str) -> bool:
+    if wanted == "a list of texts" and isinstance(value, list):
+        return all(isinstance(each, str) for each in value)
+    if wanted == "a whole number" and isinstance(value, int) and value < 0:
+        return False
+    is_switch = isinstance(value, bool)
+    return isinstance(value, _CLASSES[wanted]) and is_switch == (wanted == "true or false")
 
 
 # Fields of ModelShape, ExpertShape, LatentShape and DeltaShape, and their keys in config.json.

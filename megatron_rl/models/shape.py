@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_rl.errors import UserError
 from megatron_rl.models.architectures import ARCHITECTURES
 from megatron_rl.models.config_keys import (
+    NAMES,
     TEXT_MODELS,
     UNKNOWN,
     RotaryScaling,
@@ -23,6 +24,8 @@ from megatron_rl.models.config_keys import (
     unsupported_keys,
     unsupported_rotary_features,
     with_defaults,
+    wrong_types,
+    wrong_types_of_model,
 )
 from megatron_rl.models.delta_net import DeltaShape, delta_sizes, read_delta
 from megatron_rl.models.latent import (
@@ -326,8 +329,10 @@ def _config_file(folder: str | Path) -> Path:
 
 
 def _read_shape(path: Path, config: dict[str, Any]) -> ModelShape:
+    _refuse(wrong_types(config, NAMES), path)
     config, wrapper = text_model(config)
     architecture = _find_architecture(config, path)
+    _refuse(wrong_types_of_model(config, architecture), path)
     name = architecture.name
     try:
         unsupported = unsupported_keys(config, architecture)
@@ -353,6 +358,11 @@ def _read_shape(path: Path, config: dict[str, Any]) -> ModelShape:
     if problems := shape_problems(shape):
         raise UserError(f"{path}: {'; '.join(problems)}; correct it")
     return shape
+
+
+def _refuse(problems: list[str], path: Path) -> None:
+    if problems:
+        raise UserError(f"{path}: {'; '.join(problems)}")
 
 
 _WRAPPERS = {each.wrapper: each.name for each in ARCHITECTURES.values() if each.wrapper}
@@ -395,13 +405,14 @@ def _has_fused_experts(folder: Path, *, published: bool) -> bool:
 
 def _find_architecture(config: dict[str, Any], path: Path) -> Architecture:
     names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else "(none)"
+    name = names[0] if names else "(none)"
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     why = f" ({reason})" if (reason := reason_unsupported(name, config)) else ""
-    raise UserError(
-        f"{path}: architecture {name} is not supported{why}; choose from {sorted(ARCHITECTURES)}"
-    )
+    what = f"architecture {name}"
+    if not names:
+        what = f"model_type {json.dumps(config.get('model_type'))}, without architectures,"
+    raise UserError(f"{path}: {what} is not supported{why}; choose from {sorted(ARCHITECTURES)}")
 
 
 def _read_object(path: Path) -> dict[str, Any]:
