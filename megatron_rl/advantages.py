@@ -60,8 +60,8 @@ def batch_baseline_advantages(
     """Compute A_i = (R_i - mean of the batch) / (std of the batch + 1e-6); [N, G] -> [N, G].
 
     REINFORCE with the batch as its baseline (REINFORCE++, arXiv 2501.03262, without its KL
-    reward); `std` as of `group_relative_advantages`. `rewards` must be those of the whole rollout
-    batch, not one rank's or one call's.
+    reward); `std` as of `group_relative_advantages`. `rewards` must be the rewards of the whole
+    rollout batch, not one rank's or one call's.
     """
     _check(rewards)
     return group_relative_advantages(rewards.reshape(1, -1), std=std).reshape(rewards.shape)

@@ -119,7 +119,7 @@ def find_choices(
     """Return the column, or columns, of choices of which a prompt lacks more than half.
 
     Columns are choices by name (`choices`, `option_a`), or if the answer is a letter of one and the
-    prompt has no letters. truth: the answer, if the row has one. skip: columns that are read.
+    prompt has no letters. truth: the answer, if the row has an answer. skip: columns that are read.
     """
     rest = {name: value for name, value in row.items() if name not in skip}
     for names, texts in (*_in_one(rest, truth, text), *_in_several(rest, truth)):

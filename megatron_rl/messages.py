@@ -118,7 +118,7 @@ def refuse_left_out(
     truth: str | None = None,
     used: Sequence[str] = (),
 ) -> None:
-    """Raise UserError for a column that published formats add to the prompt, if it lacks its text.
+    """Raise UserError if the prompt lacks the text of a column that published formats add to it.
 
     prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` next to
     `instruction` (Alpaca), and what OpenAI's older API and TRL pass to the template.

@@ -62,8 +62,9 @@ def reduce_statistics(
 ) -> Statistics:
     """Reduce the last stage's statistics over the minibatch and return them on every rank.
 
-    They decide rates and stops, so every rank needs the same bits. A device adds in any order, so
-    tensor parallel ranks take the sums of their first rank, and stages the sums of the last stage.
+    They decide rates and stops, so every rank needs the same bits. Additions on a device have no
+    fixed order, so tensor parallel ranks take the sums of their first rank, and stages the sums of
+    the last stage.
     """
     total = Statistics.empty(topology.device, classes=classes)
     if topology.is_last_stage:

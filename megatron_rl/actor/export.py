@@ -230,7 +230,7 @@ def export_weights(
     keeps its dtype in `source`. What `source` has besides a wrapped text model is copied. The
     folder appears under its final name only when complete.
     progress: called with the numbers of finished and total steps, also while this rank waits for
-        others that make progress. Raises an error of any rank on all of them.
+        ranks that make progress. Raises an error of any rank on all of them.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")

@@ -329,7 +329,7 @@ class PackContext(PackedSeqParams):
         return self.plans[window]
 
     def rotation_of(self, window: int | None) -> PackRotation:
-        """Return the rotation in layers with this window."""
+        """Return the rotary embedding of layers with this attention window."""
         local = None if window is None else self.local_rotation
         rotation = local or self.rotation
         assert rotation is not None, "a pack without its rotation"
@@ -616,7 +616,7 @@ class AdaptedLinear(Module):
 
 
 class ColumnAdapter(AdaptedLinear):
-    """Adapter of a column-parallel linear; B is cut."""
+    """Adapter of a column-parallel linear; its factor B is sharded."""
 
     lora_cut = ("lora_b", 0)
 
@@ -631,7 +631,7 @@ class ColumnAdapter(AdaptedLinear):
 
 
 class RowAdapter(AdaptedLinear):
-    """Adapter of a row-parallel linear; A is cut."""
+    """Adapter of a row-parallel linear; its factor A is sharded."""
 
     lora_cut = ("lora_a", 1)
 

@@ -20,7 +20,7 @@ _SLACKS = (0.0, 1 / 16, 1.0)  # the one with the smallest total is used
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers that Megatron chains for a model with experts, else the only one."""
+    """Return the optimizers that Megatron chains (for a model with experts), or the only one."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 

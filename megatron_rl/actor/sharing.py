@@ -18,7 +18,7 @@ SLOWDOWN = 1.15
 def build_sharing(
     settings: ActorSettings, shape: ModelShape, *, on_transformer_engine: bool
 ) -> Sharing | None:
-    """Return when packs of this actor share; None: never.
+    """Return the rule by which packs of this actor share beginnings; None if they never do.
 
     With Transformer Engine's layers `auto` never shares: our kernels attend packs that share
     instead of Transformer Engine's, and no GPU has shown what that costs.
@@ -31,7 +31,7 @@ def build_sharing(
 
 
 def operations_of_a_row(shape: ModelShape) -> float:
-    """Return how many query-key pairs have as many operations as the linear layers of a row."""
+    """Return the number of query-key pairs that cost as much as the linear layers of a row."""
     attention = len(shape.layers_with("attention")) * shape.num_attention_heads * shape.head_dim
     return ROW_FLOPS * _linear_elements(shape) / (PAIR_FLOPS * attention)
 

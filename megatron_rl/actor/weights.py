@@ -135,7 +135,7 @@ def load_model(
 
 
 def check_finite(parameters: Mapping[str, Tensor]) -> None:
-    """Raise FloatingPointError if a parameter is not finite, naming the first one."""
+    """Raise FloatingPointError if a parameter is not finite, naming the first such parameter."""
     norms = torch.stack(torch._foreach_norm(list(parameters.values()), math.inf))
     finite = torch.isfinite(norms).tolist()
     bad = [name for name, is_finite in zip(parameters, finite, strict=True) if not is_finite]

@@ -136,7 +136,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """The run directory, and whether a run continues an earlier one."""
+    """The run directory, and whether a run continues an earlier run."""
 
     dir: PathText = "runs"
     """Folder that contains the run directories."""

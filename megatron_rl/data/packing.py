@@ -397,7 +397,8 @@ def _parents(segments: Sequence[Segment], sequences: Sequence[_Sequence]) -> dic
 def spread_columns(responses: Sequence[Response], response_mask: np.ndarray) -> dict[str, Any]:
     """Spread the columns of a pack's responses over its tokens, as fields of a `TokenBatch`.
 
-    response_mask: [T]. A column that a response lacks is None, or missing if it is a further one.
+    response_mask: [T]. A column that a response lacks is None, or missing if it is a further
+    column.
     """
     fields: dict[str, Any] = {"further": {}}
     for column in columns_of(responses):

@@ -227,7 +227,7 @@ def read_distinct_rows(
 ) -> Iterator[tuple[int, Row, str]]:
     """Yield each row's number, and it parsed and as JSON, unless it repeats an earlier one.
 
-    Options and errors are those of `read_prompts`.
+    Options and errors are the same as for `read_prompts`.
     """
     seen: set[bytes] = set()
     bad, first_bad, repeated = 0, None, 0
@@ -384,7 +384,7 @@ class PromptMix:
     seed: int
 
     def indices(self, step: int, count: int) -> list[int]:
-        """Indices of the `count` different prompts of `step` in all sets one after the other.
+        """Indices of the `count` different prompts of `step`, numbered through all sets.
 
         Raises ValueError if a set is too small for its share, or gets none.
         """

@@ -91,7 +91,8 @@ def render(
     generate: with the generation prompt, by which the assistant's next message begins; without it,
     some templates leave out messages before the last one, which is then no error.
 
-    Most templates take the arguments of tool calls as objects, some as texts: those are tried next.
+    Most templates take the arguments of tool calls as objects, some as texts: such messages are
+    tried next.
     """
     if tools and arguments.get("tools"):
         raise UserError(

@@ -322,7 +322,7 @@ def _find_system(messages: Sequence[Message]) -> str | None:
 def add_system_prompt(
     messages: tuple[Message, ...], system_prompt: str | None, *, key: str = "data.system_prompt"
 ) -> tuple[Message, ...]:
-    """Prepend a system message; raise UserError if the messages have one. key: names its source."""
+    """Prepend the system message of setting `key`; UserError if the messages contain their own."""
     if system_prompt is None:
         return messages
     if any(message["role"] == "system" for message in messages):

@@ -42,7 +42,7 @@ class Sharing:
     always: bool = False
 
     def cost(self, length: int, *, depth: int = 0) -> float:
-        """Return the cost of a sequence of `length` tokens behind `depth` others."""
+        """Return the cost of a sequence of `length` tokens that follow `depth` tokens."""
         pairs = length * (depth + length / 2)
         return length + pairs / self.pairs_per_row * (self.slowdown if depth else 1.0)
 

@@ -66,7 +66,7 @@ def _hide(text: str, tokenizer: Any) -> str:
 
 
 def tokenize_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return the tokens of texts; those that are hidden are tokenized as texts."""
+    """Return the tokens of texts; hidden tokens are tokenized as texts."""
     found = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     return [
         _tokenize_parts(text, tokenizer) if _HIDDEN.search(text) else ids

@@ -195,7 +195,7 @@ _OTHER_FILES = ("*.model", "*.model.*", "*.tiktoken", "tekken.json", "vocab.*", 
 
 
 def require_tokenizer(folder: str | Path) -> None:
-    """ValueError if a model folder has no tokenizer: transformers would make up an empty one."""
+    """Raise ValueError if a folder has no tokenizer: transformers would make up an empty one."""
     if not any(list(Path(folder).glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
         raise UserError(
             f"{folder} has no tokenizer (no tokenizer.json, tokenizer_config.json, ...); copy "

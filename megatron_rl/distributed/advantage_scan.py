@@ -38,8 +38,9 @@ def generalized_advantages(
     """Compute A_t for each lambda; [t] float64 each, 0 where no decision is.
 
     values, rewards, gamma and each lambda are [t] and count at decisions alone. gamma_t and
-    lambda_t belong to the step from decision t to the next one. A response that was cut bootstraps
-    if its last reward includes gamma times a value of what would have followed. Collective.
+    lambda_t belong to the step from decision t to decision t + 1. A response that was cut
+    bootstraps if its last reward includes gamma times a value of what would have followed.
+    Collective.
     """
     for x in (values, rewards, gamma, *lambdas):
         layout.check_local(x)

@@ -75,7 +75,7 @@ def sync_errors_across_ranks(*, doing: str) -> Iterator[None]:
 def run_on_rank_0(action: Callable[[], T], *, doing: str) -> T:
     """Run `action` on rank 0 and return its result on every rank; collective over all processes.
 
-    A ValueError from `action` is about the user's input; every rank raises the same one.
+    A ValueError from `action` is about the user's input; every rank raises the same error.
     """
     box: list[Any] = [None, None]  # result, error
     with sync_errors_across_ranks(doing=doing):

@@ -600,7 +600,7 @@ def with_sink(
     """Put a key whose score is the sink and whose value is 0 before all other keys.
 
     The score comes from one more dimension of each head: sink / scale in queries, 1 in the new key,
-    0 in the others. Kernels need sizes that are multiples of 8, so seven zeros follow.
+    0 in the other keys. Kernels need sizes that are multiples of 8, so seven zeros follow.
     """
     column = (sinks / scale).to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
     query = F.pad(torch.cat((query, column), dim=-1), (0, SINK_WIDTH - 1))

@@ -33,7 +33,8 @@ from megatron_rl.resharding.push import (
 class AdapterSettings:
     """Adapters that the engine computes with.
 
-    versions: how many the engine has at the same time; the oldest makes room for a new one.
+    versions: how many the engine has at the same time; the oldest version makes room for a new
+    version.
     """
 
     lora: LoraSection

@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass(eq=False)
 class Conversation:
-    """All that a new environment of the conversation needs, and the process of the present one."""
+    """A conversation: what a new environment of it needs, and its present process."""
 
     key: int
     row: str

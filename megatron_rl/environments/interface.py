@@ -31,8 +31,9 @@ class Answer:
     """The environment's answer to one turn of the policy.
 
     observation: the text of a user's message, or several messages (dicts with role and content),
-    that the policy reads next. reward: added up over the turns; if no turn has one, the verifier
-    grades the last turn. done: True ends the conversation, and the observation is not used.
+    that the policy reads next. reward: added up over the turns; if no turn has a reward, the
+    verifier grades the last turn. done: True ends the conversation, and the observation is not
+    used.
     reason: a word or two for the records. token_ids: the tokens that follow the turn, in place of
     an observation. restarts: the observation replaces everything before it, the prompt too, at most
     `environment.max_rewrites` times; it may have messages of the assistant, which are read and not

@@ -23,7 +23,7 @@ ONLY = {"linear_conv_kernel_dim": 4, "attn_output_gate": True}
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Sizes of gated delta nets, and the layers that have one."""
+    """Sizes of gated delta nets, and the layers that have a gated delta net."""
 
     key_heads: int
     value_heads: int

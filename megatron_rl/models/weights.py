@@ -346,12 +346,12 @@ class Architecture:
 
     keys: of config.json, read for this architecture besides those of all (`config_keys.py`).
     defaults: keys that may be missing, with the values that transformers then takes; head_dim None:
-    hidden size / heads; num_key_value_heads None: heads. only: keys whose value must be this one.
+    hidden size / heads; num_key_value_heads None: heads. only: keys with their one value.
     ignored: keys that change nothing in this architecture, here, in transformers and in vLLM.
     traits: differences from Llama's computation. scoring: how a router scores experts
-    (`models/shape.py`). options: weights that only some models have; `weights` lists those of
-    all. latent_attention: as in `models/latent.py`. wrapper: published class that has this model as
-    its text model (`models/stored_tensors.py`).
+    (`models/shape.py`). options: weights that only some models have; `weights` lists the weights of
+    all layers. latent_attention: as in `models/latent.py`. wrapper: published class that has this
+    model as its text model (`models/stored_tensors.py`).
     """
 
     name: str
@@ -396,7 +396,7 @@ class Architecture:
 
 
 class Factors(NamedTuple):
-    """Rank of adapters and the linears that have one, by the endings of Megatron's names."""
+    """Rank of adapters and the linears with adapters, by the endings of Megatron's names."""
 
     rank: int
     targets: tuple[str, ...]

@@ -67,7 +67,7 @@ class KlPenalty(Checked):
     `weighted`, each is multiplied by the objective's weight and gate of the prefix before its
     token, as constants (`constraints.prior_weight`).
 
-    With `top_k` they compare the reference's K likeliest tokens, and all others as one token.
+    With `top_k` they compare the reference's K likeliest tokens, and all other tokens as one token.
 
     "advantage" is no term of its own: coefficient * log q of the sampled token, a constant, is
     added to the advantage, so that the objective's weight, gate and gradient apply to it.

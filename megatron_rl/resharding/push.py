@@ -61,7 +61,8 @@ class FrozenTensors:
     ) -> Mapping[str, Tensor]:
         """Return all ranks' frozen tensors; collective if the model has any.
 
-        Raises RuntimeError if a tensor is on no rank, or if ranks have different values of one.
+        Raises RuntimeError if a tensor is on no rank, or if ranks have different values of a
+        tensor.
         """
         names = tensor_shapes(shape).keys() - tensor_shapes(without_frozen(shape)).keys()
         if not names:
@@ -159,7 +160,7 @@ class WeightReceiver(Protocol):
         ...
 
     def live_parameters(self) -> Mapping[str, Tensor] | None:
-        """Return the engine's own parameters; None unless their layout is the expected one."""
+        """Return the engine's own parameters; None unless their layout is as expected."""
         ...
 
     def overwrite(self, write: Callable[[], object], *, version: int) -> float:

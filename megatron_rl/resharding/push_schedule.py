@@ -207,7 +207,7 @@ SLICE_EXTRA = 16  # elements per slice: alignment to 16 bytes and checksums of 8
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One rectangle of an HF tensor, sent from one rank to others or copied WITHIN each of them."""
+    """A rectangle of an HF tensor, sent from one rank to other ranks or copied WITHIN a rank."""
 
     source: int
     destinations: tuple[int, ...]
@@ -347,7 +347,7 @@ def _intersection(a: Span, b: Span) -> Span | None:
 
 
 class Plan:
-    """All slices of a push. Every rank computes the same one, without communication.
+    """All slices of a push. Every rank computes the same plan, without communication.
 
     ranks_per_node: ranks are numbered node by node (None: all on one node).
     block_elements: split a tensor's slices into blocks of rows, so that no rank sends and receives
@@ -780,7 +780,7 @@ def schedule(
 ) -> tuple[Plan, Iterator[tuple[PushStep, list[int]]]]:
     """Return the plan, and each of its steps in transfer order with its round or its parts' rounds.
 
-    The limits are those of `plan_for_rank`.
+    The limits are the same as for `plan_for_rank`.
     """
     steps = LEAST_STEPS
     if tensor_elements is not None:  # its rounds are smaller: each has room for a block of each

@@ -83,8 +83,8 @@ class DynamicSampling:
         parts: the slots of different steps, filled independently. ask: answers all requests in one
         call. A round requests, for each part, the missing groups divided by the fraction of groups
         that were informative so far, at most as many as there are slots. An informative group keeps
-        its slot; after the last round, others do too. Filled spare slots are removed from the list.
-        The engines' seconds of all calls are attributed to the first part.
+        its slot; after the last round, other groups do too. Filled spare slots are removed from the
+        list. The engines' seconds of all calls are attributed to the first part.
         """
         groups, seconds = ask([Request(slots, 0, len(slots)) for slots in parts])
         searches = [

@@ -157,7 +157,7 @@ class OfflineRollouts:
     ) -> list[PromptGroup]:
         """Groups for the slots of a step, of which the first is group `start` of the run.
 
-        The first group of the files follows the last one. Every rank reads a share of the groups,
+        The first group of the files follows the last group. Every rank reads a share of the groups,
         which it owns (`types.Response`). Collective.
         """
         numbers = [(start + slot.group) % self.count for slot in slots]

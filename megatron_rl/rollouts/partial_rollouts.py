@@ -81,7 +81,7 @@ class WindowSource(RolloutSource):
         ]
 
     def insert(self, slots: Sequence[PromptSlot], rollouts: Sequence[Rollout]) -> None:
-        """Put the rollouts of slots, group after group, in the place of those before."""
+        """Put the rollouts of slots, group after group, in the place of the rollouts before."""
         size, unfinished = self.run.config.rollout.responses_per_prompt, self.run.buffer.unfinished
         for place, slot in enumerate(slots):
             own = rollouts[place * size : (place + 1) * size]

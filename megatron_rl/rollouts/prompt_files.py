@@ -101,7 +101,7 @@ def _check_teachers(config: Config, sources: set[str]) -> None:
 
 
 def count_prompts(config: Config) -> dict[str, int]:
-    """Count the prompts of each training set that a run uses; ConfigError if one cannot be read.
+    """Count the prompts of each training set of a run. Raises ConfigError for an unreadable set.
 
     Tokenizes them only if `data.too_long` leaves some out.
     """
@@ -132,7 +132,7 @@ def count_prompts(config: Config) -> dict[str, int]:
 
 
 def build_order(config: Config, sizes: Sequence[int]) -> PromptOrder | PromptMix:
-    """Build the order of the training prompts; ConfigError if a set is too small."""
+    """Build the order of the training prompts. Raises ConfigError if a set is too small."""
     order: PromptOrder | PromptMix = PromptOrder(sizes[0], seed=config.seed)
     if config.data.mix:
         weights = tuple(weight for _, _, weight in config.training.values())
@@ -149,7 +149,7 @@ def prompt_problems(
 ) -> tuple[list[str], dict[str, Prompt]]:
     """Problems of the first rows of the sets, and the first usable prompt.
 
-    A rank may still find a bad row after those that are read here.
+    A rank may still find a bad row after the rows that are read here.
     """
     try:
         tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)

@@ -66,7 +66,7 @@ class CheckpointFolders:
     def complete(
         self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any], skipped: int = 0
     ) -> None:
-        """Write the manifest of a checkpoint, then rename it into place, replacing an older one.
+        """Write a checkpoint's manifest, then rename it into place, replacing an older checkpoint.
 
         sums: SHA-256 of every file by name. digests: digest of each rank's tensors.
         skipped: number of consecutive skipped updates just before the checkpoint.
@@ -95,7 +95,7 @@ class CheckpointFolders:
     def check_formats(self) -> None:
         """Raise UserError if a later release wrote a checkpoint that this one cannot read.
 
-        Such a checkpoint is not damaged: it would be wrong to continue from an earlier one.
+        Such a checkpoint is not damaged: it would be wrong to continue from an earlier checkpoint.
         """
         for step in self.steps():
             with contextlib.suppress(OSError, json.JSONDecodeError, TypeError):  # damaged

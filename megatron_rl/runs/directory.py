@@ -191,7 +191,7 @@ class RunDirectory:
         return saved is not None and now is not None and now.has_content_of(saved)
 
     def check_inputs(self, config: Config) -> list[str]:
-        """Return a line for each accepted change of an input; raise ConfigError for others."""
+        """Return a line for each accepted change of an input; raise ConfigError for any other."""
         if not self.has_started() or config.run.resume == "never":
             return []
         accepted, run = config.run.accept_changes, str(self.path)
@@ -267,7 +267,7 @@ class RunDirectory:
     def check_checkpoints(self, config: Config) -> None:
         """Raise ConfigError if lost checkpoints would make a resume delete recorded steps.
 
-        Damaged checkpoints are quarantined later, and the run resumes from an earlier one.
+        Damaged checkpoints are quarantined later, and the run resumes from an earlier checkpoint.
         Checkpoints that could not be saved are not lost: their steps are trained again.
         """
         intact = self.checkpoints.intact_steps()

@@ -128,7 +128,7 @@ def describe_renamed(before: Inputs, now: Inputs) -> list[str]:
 
 
 def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: str) -> list[str]:
-    """Return a line for each accepted change; raise ConfigError for others."""
+    """Return a line for each accepted change; raise ConfigError for other changes."""
     if unknown := [key for key in accepted if key not in now]:
         raise ConfigError(
             f"run.accept_changes: {unknown[0]} is no input of this run; it has {', '.join(now)}"

@@ -47,7 +47,7 @@ def cores_before_joining(ranks: int) -> int:
     """Return this rank's cores before it can ask the `ranks` of its node for theirs.
 
     SLURM lists the cores of every task that it has bound. Without a list, a task that has no more
-    cores than it requested (`--cpus-per-task`) has them alone, and others share.
+    cores than it requested (`--cpus-per-task`) has them alone, and other tasks share.
     """
     own = own_cores()
     bound = [cores for cores in _bound_by_slurm() if cores]
@@ -88,7 +88,7 @@ class ProcessPlace:
 def join_processes() -> ProcessPlace | None:
     """Return this process's ranks if torchrun or srun started it, else None.
 
-    Under srun, sets the variables of torch's `env://` rendezvous from those of SLURM. Raises
+    Under srun, sets the variables of torch's `env://` rendezvous from SLURM's variables. Raises
     UserError if the variables are incomplete or contradict each other: they are often left over.
     """
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_STEP_ID"):

@@ -167,7 +167,7 @@ def split_stacks(text: str) -> dict[int, str]:
 
 
 def identify_stalled_ranks(samples: Sequence[StackSample]) -> tuple[list[StackSample], str]:
-    """Return the ranks that all others wait for, and the difference; [] if no rank differs."""
+    """Return the ranks that all other ranks wait for, and the difference; [] if no rank differs."""
     shortest = min((sample.idle for sample in samples), default=0.0)
     signs: Mapping[str, list[StackSample]] = {
         "has exited": [sample for sample in samples if not sample.state],

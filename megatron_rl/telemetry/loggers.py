@@ -40,7 +40,7 @@ class Logger(Protocol):
     """The interface of a logger; its methods may raise anything and take as long as they like."""
 
     def start(self, first_step: int) -> None:
-        """Begin, or continue the run; rows from `first_step` on replace older ones."""
+        """Begin, or continue the run; rows from `first_step` on replace older rows."""
 
     def log(self, step: int, numbers: Numbers, sample: Sample) -> None:
         """Send the metrics of one step."""
@@ -263,7 +263,7 @@ class LoggerThread:
             self._warn(f"cannot be used ({_describe(error)}): training continues without it")
 
     def open(self, *, first_step: int) -> None:
-        """Start the thread; rows from `first_step` on replace older ones."""
+        """Start the thread; rows from `first_step` on replace older rows."""
         self._sent = first_step - 1
         if first_step == 0:
             self._behind_file.unlink(missing_ok=True)

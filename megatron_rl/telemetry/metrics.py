@@ -149,7 +149,7 @@ _SLOW_SECONDS = 1.0  # more than the others, or it does not matter
 
 
 class SlowRanks:
-    """Names ranks that are much slower than others in several steps in succession.
+    """Names ranks that are much slower than other ranks in several steps in succession.
 
     doing: what their seconds are of, as in "needed 20 s to generate".
     """
@@ -322,7 +322,7 @@ class MetricLog:
         ]
 
     def open(self, *, first_step: int) -> None:
-        """Start the loggers; rows from `first_step` on replace older ones."""
+        """Start the loggers; rows from `first_step` on replace older rows."""
         for logger in self._loggers:
             logger.open(first_step=first_step)
 

@@ -50,7 +50,7 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
 
 
 def build_critic(config: Config, actor: MegatronActor) -> Critic | None:
-    """Build the critic of a config, asleep; None without one. Collective.
+    """Build the critic of a config, asleep; None without a critic. Collective.
 
     The actor sleeps meanwhile and afterwards: a device has room for the states of one of them.
     """

@@ -243,7 +243,7 @@ class CheckpointKeeper:
         return whole if self.critic is None else whole | {"critic": self.critic.digest()["sum"]}
 
     def save_if_due(self, actor: MegatronActor, step: int) -> None:
-        """Save every `trainer.checkpoint_every` steps and after the last one."""
+        """Save every `trainer.checkpoint_every` steps and after the last step."""
         if step == self.config.trainer.steps:
             self.save(actor)
         elif step % self.config.trainer.checkpoint_every == 0:

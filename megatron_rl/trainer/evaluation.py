@@ -244,7 +244,7 @@ class Evaluator:
     _started: int = -1  # step whose evaluation was started last
 
     def is_due(self, step: int) -> bool:
-        """True every `eval.every` steps and after the last one."""
+        """True every `eval.every` steps and after the last step."""
         return step == self.config.trainer.steps or step % self.config.eval.every == 0
 
     def evaluate_if_due(self, step: int) -> dict[str, float]:

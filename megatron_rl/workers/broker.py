@@ -492,7 +492,7 @@ def seconds_of_broker() -> float:
 
 
 def measure(unit: Unit, *, now: float) -> None:
-    """Add to a call's own seconds those since the last time.
+    """Add to a call's own seconds the seconds since the last time.
 
     They are the interval without the longest time that a thread of it was ready and waited for a
     core, so that what else runs on the machine does not count; but at least the processor time that

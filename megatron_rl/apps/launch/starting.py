@@ -95,7 +95,7 @@ def start_on_slurm(launch: Launch) -> Record:
 
 
 def start_here(launch: Launch) -> Record:
-    """Run the launch on this machine, in a background process that outlives this one."""
+    """Run the launch on this machine, in a background process that outlives this process."""
     _refuse_active(launch.name)
     require_nemo_run()
     with _written(launch, keep=True):

@@ -1,8 +1,8 @@
 """Check that a run fits in device memory, and find settings that make it fit.
 
-Three moments are compared with a device's memory: training (the dry run's peak next to a sleeping
-engine), the weight push (the engine's weights next to the actor's) and generating (the engine's
-share next to the actor's weights). The engine itself must also fit in its share. With
+Three memory phases are compared with a device's memory: training (the dry run's peak next to a
+sleeping engine), the weight push (the engine's weights next to the actor's) and generating (the
+engine's share next to the actor's weights). The engine itself must also fit in its share. With
 `parallel.engine_ranks` actor and engine have devices of their own, so neither counts the other.
 """
 
@@ -394,7 +394,7 @@ def find_lacking(
     progress: Progress = _silent,
     done: dict[tuple[str, int, int], DryRun] | None = None,
 ) -> tuple[list[MemoryPhase], list[DryRun]]:
-    """Return the moments that do not fit, largest excess first, and the dry runs.
+    """Return the memory phases that do not fit, largest excess first, and the dry runs.
 
     Runs the first rank of the first, the middle and the last pipeline stage, unless `done` has
     them from a config with the same actor; adds them to it.

@@ -132,7 +132,7 @@ def evaluation_seconds(option: Option, planner: Planner, problems: int) -> float
 def describe(
     result: Search, planner: Planner, *, top: int, show_rejected: bool, choice: int
 ) -> str:
-    """Format the fastest layouts as a table, the cost of one run, and why others were rejected."""
+    """Format the fastest layouts as a table, the cost of a run, and why layouts were rejected."""
     size = sum(math.prod(each) for each in tensor_shapes(result.shape).values()) / 1e9
     load = result.workload
     others = [f"{len(result.rejected)} do not"]

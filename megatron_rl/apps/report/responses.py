@@ -16,7 +16,7 @@ SHARE = 0.25  # of the bytes that recorded responses may add to the page
 def build_responses(
     runs: Sequence[Run], *, megabytes: float, order: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the responses of some steps of each run: the last, the first, and others between.
+    """Return the responses of some steps of each run: the last, the first, and steps between them.
 
     order: indices of runs, of which the first ones are shown if there are too many.
     """

@@ -151,7 +151,7 @@ def without(base: Interval, points: Any) -> Union | None:
 
 
 def intersection(first: Any, second: Any) -> Interval | Union | None:
-    """Intersect two half lines, or an interval and all numbers but some; None for other sets."""
+    """Intersect two half lines, or an interval and all numbers but a few; None for other sets."""
     if isinstance(first, Union):
         first, second = second, first
     if not isinstance(first, Interval) or not isinstance(second, Interval | Union):

@@ -64,7 +64,7 @@ _BINOMIAL = re.compile(r"\\binom\s*\{([^{}]*)\}\s*\{([1-9])\}")
 
 
 class TooLargeError(ValueError):
-    """A number that is not computed."""
+    """A number that is too large to compute."""
 
 
 def rational(text: str) -> Fraction | None:
@@ -164,7 +164,7 @@ def _exact(match: re.Match[str]) -> str:
 
 
 def exact(tree: Any) -> Fraction | None:
-    """Compute a rational expression with integers; None if it is not one. Raises TooLargeError."""
+    """Compute a rational expression with integers; None if not rational. Raises TooLargeError."""
     if isinstance(tree, Rational):
         return Fraction(int(tree.p), int(tree.q))
     if isinstance(tree, UnevaluatedExpr):
