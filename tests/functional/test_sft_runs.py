@@ -121,6 +121,7 @@ def adapters(config, tmp_path_factory):
     return folder / "lora"
 
 
+@pytest.mark.slow  # beside the interrupted run of test_train.py, whose loop is the same
 def test_interrupted_run_continues_inside_its_step(adapters, config, tmp_path):
     arguments = (f"run.dir={tmp_path}", "run.name=lora", "run.resume=auto", *ADAPTERS)
     process = start_training(*arguments, config=config, places=())

@@ -88,7 +88,8 @@ def test_result_without_measure_ends_its_own_call_only():
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Dying", "Dying.server .*did not name its tools: MCPError"),
+    [pytest.param("Dying", "Dying.server .*did not name its tools: MCPError",
+                  marks=pytest.mark.slow),  # beside a server that cannot start
      ("Endless", "the list of tools has no end: page 'again' came again")],
 )  # fmt: skip
 def test_server_that_does_not_list_its_tools_is_refused(name, words):

