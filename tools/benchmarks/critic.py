@@ -1,21 +1,20 @@
 """A critic next to group baselines at equal generated tokens: where it helps, and where not.
 
-    python -m tools.benchmarks.critic [--task doors level sums] [--seeds 1 2 3 4] [--work FOLDER]
+    python -m tools.benchmarks.critic [--task doors marks level sums] [--seeds 1 2 3 4]
 
-`doors`: a conversation of nine turns. The first turn chooses a door, any letter. Behind each door
-and each digit that the environment then names, the right answer is the next digit, which earns
-0.125. Half of the doors, drawn again for each prompt and step, pay a bonus of 0.25 in each of these
-turns, whatever the answer is, and every observation shows whether this door does. The mean of a
-group has responses behind doors of both kinds, so the luck of the door is in all of its advantages;
-a critic reads it.
+`doors`: a conversation of five turns. The first one opens a door, any letter. The environment then
+names four digits, one in each turn, and the next higher digit earns 1/16. Half of the doors, drawn
+again for each prompt and step, have a prize of 1 at the end, whatever the answers are: the digits
+behind them are 5 to 9, behind the others 0 to 4. A group has conversations behind doors of both
+kinds, so the luck of the door is in every advantage over the group; a critic reads it.
 
-`level`: the same without bonuses, so that a response earns what its answers are worth.
+`marks`: the same, but a letter after the digit shows the prize. `level`: no door has a prize.
 
 `sums`: the quickstart's problems, one turn and one reward at its end.
 
 All runs of a task have the same model, prompts, number of responses, objective and optimizer; the
-learning rate of each way was chosen among three on seed 100. Runs are those of `megatron-rl train`:
-a second call continues where the first one ended, and prints the table.
+learning rate of each way was chosen on seed 100 of `doors` and of `sums`. Runs are those of
+`megatron-rl train`: a second call continues where the first one ended, and prints the table.
 """
 
 import argparse
@@ -62,13 +61,27 @@ class Doors:
             self.pays = self.draw.random() < 0.5
         is_last = self.turns == QUESTIONS
         reward = RIGHT * (message == self.right) + self.prize * (is_last and self.pays)
-        digit = self.draw.choice(DIGITS[5:] if self.pays else DIGITS[:5])
+        digit, text = self.observe()
         self.right, self.turns = next_digit(digit), self.turns + 1
-        return Answer(digit, reward=reward, done=is_last, reason="graded")
+        return Answer(text, reward=reward, done=is_last, reason="graded")
+
+    def observe(self) -> tuple[str, str]:
+        """Return the next digit and the observation, from which the prize can be read."""
+        digit = self.draw.choice(DIGITS[5:] if self.pays else DIGITS[:5])
+        return digit, digit
+
+
+class Marks(Doors):
+    """The prize can be read from a letter, which has meant nothing to the model before."""
+
+    def observe(self) -> tuple[str, str]:
+        """Return the next digit and the observation, digit and letter."""
+        digit = self.draw.choice(DIGITS)
+        return digit, f"{digit}{'z' if self.pays else 'a'}"
 
 
 class Level(Doors):
-    """The same without a prize."""
+    """No door has a prize."""
 
     prize = 0.0
 
@@ -155,6 +168,11 @@ TASKS: dict[str, dict[str, Any]] = {
     "doors": {
         "config": "ask.yaml",
         "common": ("environment.name=tools.benchmarks.critic:Doors", *DOORS),
+        "ways": WAYS,
+    },
+    "marks": {
+        "config": "ask.yaml",
+        "common": ("environment.name=tools.benchmarks.critic:Marks", *DOORS),
         "ways": WAYS,
     },
     "level": {
