@@ -37,6 +37,15 @@ _CHOICES = {"choice", "choices", "option", "options", "candidates", "endings", "
             "distractors"}  # fmt: skip
 _CHOICE_STEMS = _CHOICES | {"op", "opt", "ending", "alternative", "candidate", "sol", "answer",
                             "ans", "distractor"}  # fmt: skip
+# Of what a question is about, in a column of its own.
+_PASSAGES = {
+    "context", "contexts", "passage", "passages", "premise", "article", "articles", "document",
+    "documents", "paragraph", "paragraphs", "history", "background",
+}  # fmt: skip
+# The place of an image or a sound in a text: `<image>`, `<|image_pad|>`, `![](a.png)`.
+_PLACE = re.compile(
+    r"<\|?(?:image|video|audio)(?:_pad|_?\d+)?\|?>|!\[[^\]\n]*\]\(\S+\)|<img\s[^>]*>", re.IGNORECASE
+)
 # Choices in one text: `A) 38, B) 27`, `a ) 38 , b ) 27`, or one in a line.
 _WRITTEN = re.compile(r"(?<!\w)[(\[]?\s*[A-Ja-j]\s?[)\].:]\s+|\s*[\n|;]\s*")
 _LETTERED = re.compile(r"(?<!\w)[(\[]?[Aa][)\].:](?!\w)")
@@ -71,6 +80,37 @@ def is_media(name: str, value: Any) -> bool:
             )
         return any(is_media(f"{name}_{key}", one) for key, one in value.items())
     return type(value).__module__.split(".")[0] in ("PIL", "torchcodec")  # as `datasets` decodes
+
+
+def find_place_of_media(text: str) -> str | None:
+    """Return the mark of an image, a sound or a video in a text, if there is one."""
+    found = _PLACE.search(text)
+    return found[0] if found else None
+
+
+def find_passage(row: Mapping[str, Any], text: str, *, skip: Sequence[str] = ()) -> str | None:
+    """Return the column of a passage or of earlier turns that a question of one text lacks.
+
+    A passage is in the text if the beginnings of half of its texts are, whatever their white space.
+    skip: columns that are read.
+    """
+    plain = " ".join(text.split())
+    for name, value in row.items():
+        if name in skip or not words_of(name) or not words_of(name) <= _PASSAGES:
+            continue
+        beginnings = [" ".join(one.split())[:40] for one in _all_texts(value)]
+        if sum(one not in plain for one in beginnings) > len(beginnings) / 2:
+            return name
+    return None
+
+
+def _all_texts(value: Any) -> Iterator[str]:
+    """Yield the texts of a value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _all_texts(one)
 
 
 def changes_training(name: str, value: Any, *, is_column: bool = False) -> bool:

@@ -5,13 +5,14 @@ content), those of TRL and verl, and ShareGPT's `conversations`; `docs/prompts.m
 Whatever cannot be converted without a guess raises UserError.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.fields import find_choices, is_media
+from megatron_rl.fields import changes_training, find_choices, find_passage, is_media
 from megatron_rl.texts import clean
 
 Message = dict[str, Any]
@@ -22,6 +23,11 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }  # fmt: skip
 TOOLS = "tools"  # the default name of their column
+SYSTEMS = ("system", "system_prompt", "system_message")  # columns that become the system message
+# Arguments of a call in OpenAI's form, Llama's, LangChain's and Anthropic's; schemas of a tool's in
+# OpenAI's form, Anthropic's and MCP's.
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+_SCHEMAS = ("parameters", "input_schema", "inputSchema")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # A list of messages that was written as a text, by json.dumps or, wrongly, by str.
 _WRITTEN_LIST = re.compile(r"\s*\[\s*\{")
@@ -71,15 +77,45 @@ def _convert(value: Any, *, key: str, from_table: bool) -> tuple[Message, ...]:
                 f"{key} looks like a list of chat messages, but {error}; write such lists by "
                 "json.dumps, not by str, and a question of this form as the content of a message"
             ) from None
+    value = _as_rows(value)
     if not isinstance(value, list | tuple) or not value:
         raise UserError(f"{key} must be a text or a list of chat messages, got {value!r:.80}")
     messages = []
     for place, message in enumerate(drop_nulls(value) if from_table else value, start=1):
         try:
-            messages.append(parse_message(_parse_json(message)))
+            messages.append(parse_message(_parse_object(message)))
         except UserError as error:
             raise UserError(f"{key}, message {place}: {error}") from None
-    return tuple(messages)
+    return tuple(in_order_of_calls(messages))
+
+
+def _as_rows(value: Any) -> Any:
+    """Return a mapping of lists, as `datasets` stores a sequence of structs, as a list of them."""
+    if not isinstance(value, Mapping) or not {"role", "from"} & value.keys():
+        return value
+    columns = {key: one for key, one in value.items() if one is not None}
+    if not all(isinstance(one, list | tuple) for one in columns.values()):
+        return value
+    if len({len(one) for one in columns.values()}) != 1:
+        return value
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the results of several calls in the order of the calls.
+
+    Results name their calls by ids, which most templates leave out: to the policy, the order says
+    which result belongs to which call. Results whose ids are not those of the calls stay.
+    """
+    ordered = list(messages)
+    for place, message in enumerate(ordered):
+        calls = [call.get("id") for call in message.get("tool_calls") or ()]
+        results = list(itertools.takewhile(lambda one: one["role"] == "tool", ordered[place + 1 :]))
+        given = [one.get("tool_call_id") for one in results]
+        if len(calls) > 1 and len({*given}) == len(given) and {*given} <= {*calls} - {None}:
+            results.sort(key=lambda one: calls.index(one["tool_call_id"]))
+            ordered[place + 1 : place + 1 + len(results)] = results
+    return ordered
 
 
 def parse_tools(
@@ -90,7 +126,7 @@ def parse_tools(
         return ()
     try:
         value = _parse_json(drop_nulls(value) if from_table else value)
-        value = [_parse_json(one) for one in value] if isinstance(value, list) else value
+        value = [_parse_object(one) for one in value] if isinstance(value, list) else value
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
     if value is None:
@@ -106,6 +142,9 @@ def parse_tools(
                 f"...}}}} for each tool, got {tool!r:.80}"
             )
         function = {key: one for key, one in function.items() if key != "type"}
+        schema = next((key for key in _SCHEMAS if function.get(key) is not None), "parameters")
+        if schema != "parameters":
+            function["parameters"] = function.pop(schema)
         tools.append(_as_json({"type": "function", "function": function}))
     return tuple(tools)
 
@@ -120,11 +159,14 @@ def refuse_left_out(
 ) -> None:
     """Raise UserError if the prompt lacks the text of a column that published formats add to it.
 
-    prompt: the name of its column. These are the choices of a question (MMLU, ARC), `input` next to
-    `instruction` (Alpaca), and what OpenAI's older API and TRL pass to the template.
+    prompt: the name of its column. These are the choices of a question (MMLU, ARC), the passage
+    that it is about (SQuAD, Dolly), `input` next to `instruction` (Alpaca), and what OpenAI's older
+    API and TRL pass to the template. used: columns that are read.
     """
     text = "\n".join(message["content"] for message in messages)
     cure = "write it into the prompt, or rename the column if the prompt is to be without it"
+    if isinstance(row.get(prompt), str) and (name := find_passage(row, text, skip=used)):
+        raise UserError(f"the prompt lacks the text of the column {name}; {cure}")
     if names := find_choices(row, text, truth=truth, skip=(prompt, *used)):
         raise UserError(f"the prompt lacks the texts of the column {names}; {cure}")
     given = row.get("input")
@@ -135,19 +177,28 @@ def refuse_left_out(
             "has chat_template_kwargs; set data.template_arguments for all rows, and leave the "
             "column out"
         )
-    if prompt == "messages" and row.get("functions") and not row.get(TOOLS):
-        raise UserError("has functions, OpenAI's older name of tools; rename the column to tools")
+    if "functions" not in used and not row.get(TOOLS) and _are_tools(row.get("functions")):
+        raise UserError(
+            "has functions, OpenAI's older name of tools; set data.columns.tools=functions, or "
+            "rename the column"
+        )
+
+
+def _are_tools(value: Any) -> bool:
+    try:
+        return bool(parse_tools(value))
+    except UserError:
+        return False
 
 
 def unread_keys(message: Message, template: str) -> list[str]:
-    """Return the keys of a message that a chat template does not mention."""
-    read = ("role", "content", "tool_calls")
+    """Return the keys of a message that a chat template does not name, as `.key` or `'key'`."""
     return [
         key
         for key, value in message.items()
-        if key not in read
+        if key not in ("role", "content", "tool_calls")
         and value not in (None, "", [], {})
-        and not re.search(rf"\b{re.escape(key)}\b", template)
+        and not re.search(rf"""(?:\.|["']){re.escape(key)}\b""", template)
     ]
 
 
@@ -199,8 +250,10 @@ def parse_message(message: Any) -> Message:
             f"a chat message must have a role of {', '.join(ROLES)}, got role={role!r:.40} in "
             f"{message!r:.80}"
         )
-    calls = _parse_json(message.get("tool_calls", []))
-    if "function_call" in message:  # OpenAI's form before tool_calls
+    calls = _parse_json(message.get("tool_calls") or []) or []
+    if message.get("function_call"):  # OpenAI's form before tool_calls
+        if calls:
+            raise UserError("has tool_calls and function_call; remove one of them")
         calls = [message["function_call"]]
     if not isinstance(calls, list | tuple):
         raise UserError(f"tool_calls must be a list, got {calls!r:.80}")
@@ -246,18 +299,30 @@ def _parse_call(call: Any) -> dict[str, Any]:
     function = _parse_json(call.get("function", call)) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"a tool call must have a function with a name, got {call!r:.80}")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments) if arguments.strip() else {}
-    arguments = {} if arguments is None else arguments
+    name, *further = [key for key in _ARGUMENTS if function.get(key)] or ["arguments"]
+    unread = [*further, *(key for each in (call, function) for key in _unread_of_call(each))]
+    if unread:
+        raise UserError(
+            f"the call of {function['name']} has {', '.join(sorted({*unread}))} next to {name}, "
+            "which would have no effect; remove it"
+        )
+    given = function.get(name)
+    if isinstance(given, str):
+        given = _parse_json(given) if given.strip() else None
+    arguments = {} if given is None else given
     if not isinstance(arguments, dict):
         raise UserError(
             f"the arguments of {function['name']} must be an object or its JSON text, got "
-            f"{function['arguments']!r:.80}"
+            f"{function[name]!r:.80}"
         )
     others = {key: call[key] for key in ("id", "index") if call.get(key) is not None}
     function = {"name": function["name"], "arguments": arguments}
     return others | {"type": "function", "function": function}
+
+
+def _unread_of_call(call: Mapping[str, Any]) -> list[str]:
+    known = ("id", "index", "type", "function", "name", *_ARGUMENTS)
+    return [key for key, one in call.items() if key not in known and changes_training(key, one)]
 
 
 def _from_sharegpt(message: Message) -> Message:
@@ -289,6 +354,11 @@ def _parse_json(value: Any) -> Any:
         return clean(json.loads(value))
     except ValueError as error:
         raise UserError(f"{value!r:.80} is not JSON: {error}") from None
+
+
+def _parse_object(value: Any) -> Any:
+    """Parse the JSON text of an object; other texts stay, and are refused as what they are."""
+    return _parse_json(value) if isinstance(value, str) and value.lstrip()[:1] == "{" else value
 
 
 def _as_json(value: Any) -> Any:

@@ -565,9 +565,10 @@ def epochs_problems(config: Config) -> list[str]:
             f"data.epochs={epochs:g} and trainer.steps={config.trainer.steps} both set the length "
             "of the run; remove trainer.steps, or set data.epochs=null"
         )
-    if epochs is not None and config.environment is not None and config.data.too_long == "skip":
+    skips = [name for name in ("too_long", "bad_rows") if getattr(config.data, name) == "skip"]
+    if epochs is not None and config.environment is not None and skips:
         problems.append(
-            f"data.epochs={epochs:g} cannot count the prompts that data.too_long=skip leaves out "
+            f"data.epochs={epochs:g} cannot count the prompts that data.{skips[0]}=skip leaves out "
             "where an environment adds its tools to them; set data.epochs=null and trainer.steps"
         )
     return problems

@@ -439,6 +439,8 @@ def explain(
                 f"{key}: unknown key; an anchor (&) belongs to a setting: write it where its value "
                 "is used first, and refer to it (*) from then on"
             ]
+        elif re.search(r":[\s\[{\"']", key) or "\u00a0" in key:
+            found = [f"{key!r}: unknown key; write an ordinary space after the colon"]
         else:
             unknown = f"{key}: unknown key{_suggest(item['loc'], model)}"
             found = others(key, item["input"]) or [unknown]

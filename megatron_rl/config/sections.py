@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
@@ -91,11 +92,34 @@ def is_path(annotation: Any, metadata: list[Any]) -> bool:
     return any(_IS_PATH in (*metadata, *getattr(kind, "__metadata__", ())) for kind in kinds)
 
 
-def refuse_bool(value: Any) -> Any:
-    """Reject YAML's `yes` and `true`, which Python would accept as the number 1."""
-    if isinstance(value, bool):
-        raise ValueError("must be a number")  # pydantic adds the key and the value
-    return value
+def _has_bool(value: Any) -> bool:
+    """Return True for a Boolean, also as an item of a list or a mapping."""
+    if isinstance(value, dict | list):
+        return any(map(_has_bool, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool)
+
+
+def _basic_types(kind: Any) -> set[Any]:
+    """Return the types without parameters of an annotation, at any depth."""
+    if isinstance(kind, type) and not get_args(kind):
+        return {kind}
+    return {one for part in get_args(kind) for one in _basic_types(part)}
+
+
+def _refuse_written_break(text: str) -> str:
+    """Reject a backslash and n where a line break is meant; LaTeX's `\\ne` and `\\text` stay."""
+    if found := re.search(r"\\[nrt](?![a-z])", text):
+        raise ValueError(
+            f"has a backslash and {found[0][1:]}; for a line break or a tab write it in double "
+            'quotes, as "\\n", in which YAML reads it so'
+        )
+    return text
+
+
+def _refuse_file_name(text: str) -> str:
+    if re.fullmatch(r"\S+\.(?:txt|md|jinja2?|j2|ya?ml|json)", text.strip()):
+        raise ValueError("is the name of a file; give the text itself")
+    return text
 
 
 def _bool_or_text(value: Any) -> Any:
@@ -104,7 +128,7 @@ def _bool_or_text(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(refuse_bool), Field(ge=1)]
+Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]  # of a moving average
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -133,6 +157,15 @@ class Section(BaseModel):
         extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False,
         use_attribute_docstrings=True,
     )  # fmt: skip
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bools(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject YAML's `yes` and `true`, which Python would accept as the number 1."""
+        kinds = _basic_types(cls.model_fields[str(info.field_name)].annotation)
+        if kinds & {int, float} and bool not in kinds and _has_bool(value):
+            raise ValueError("must be a number")  # pydantic adds the key and the value
+        return value
 
 
 class RunSection(Section):
@@ -200,7 +233,7 @@ class RolloutSection(Section):
     """Maximum response length in tokens; generation stops there."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Token ids that end a response, besides the end tokens of the model's files."""
-    stop: list[Annotated[str, Field(min_length=1)]] = []
+    stop: list[Annotated[str, Field(min_length=1), AfterValidator(_refuse_written_break)]] = []
     """Strings that end a response; they remain part of it."""
     temperature: Positive = 1.0
     """Sampling temperature, also of the log-probs that are trained on."""
@@ -501,7 +534,7 @@ def _check_partial_rollouts(value: Any) -> Any:
 class LagSection(Section):
     """Policy lag: the age of the trained rollouts (`docs/policy-lag.md`)."""
 
-    batches: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    batches: Annotated[int, Field(ge=0)] = 0
     """Rollout batches between generating a group and training on it."""
     policy: str | None = None
     """A lag policy of your own, as `module:class`, in place of `lag.batches`."""
@@ -603,7 +636,7 @@ class CriticSection(Section):
     (`score.weight`) that the folder has, as `megatron-rl export --critic` writes it."""
     learning_rate: Positive = 1.0e-5
     """Learning rate of the critic; its other settings are those of `optimizer`."""
-    warmup_steps: Annotated[int, BeforeValidator(refuse_bool), Field(ge=0)] = 0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Number of first steps that train the critic alone and leave the policy as it is."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Discount of later rewards, per step that `discount` counts."""
@@ -733,9 +766,11 @@ class DataSection(Section):
     """For a prompt above the maximum length: `error` refuses the file, `skip` leaves the prompt out
     and prints how many."""
     bad_rows: Literal["error", "skip"] = "error"
-    """For a malformed row: `error` refuses the file, `skip` leaves the row out and prints how
-    many."""
-    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """For a malformed row, or a row that the chat template refuses: `error` refuses the file,
+    `skip` leaves the row out and prints how many."""
+    system_prompt: Annotated[str, Field(min_length=1), AfterValidator(_refuse_file_name)] | None = (
+        None
+    )
     """System message of every prompt, in training and evaluation; a row with a system message is
     then malformed. null adds none."""
     template: Literal["chat", "raw"] = "chat"
@@ -760,6 +795,12 @@ class DataSection(Section):
             raise ValueError(
                 f"{', '.join(reserved)}: set by the run, not an argument of the template; remove it"
             )
+        for name, value in arguments.items():
+            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+                raise ValueError(
+                    f"{name} is the text {value!r}, which a template takes as true; write it "
+                    "without quotes"
+                )
         return arguments
 
 

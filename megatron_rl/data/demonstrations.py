@@ -81,9 +81,12 @@ class ConversationTokenizer:
         places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if self.turns == "last":
             places = places[-1:]
-        self._refuse_unread(messages, places)
         if places[0] == 0:
-            raise UserError("begins with a message of the assistant, which has no prompt")
+            raise UserError(
+                "begins with a message of the assistant, which has no prompt; remove it, or put "
+                "a message before it"
+            )
+        self._refuse_unread(messages, places, tools)
         if self.template == "raw":
             return WrittenConversation((), self._tokenize_raw(messages, places))
         messages = hide_control_tokens(messages, self.tokenizer)
@@ -96,17 +99,36 @@ class ConversationTokenizer:
             text = prompt + answer
         return WrittenConversation(tuple(turns))
 
-    def _refuse_unread(self, messages: Sequence[Message], places: Sequence[int]) -> None:
+    def _refuse_unread(
+        self, messages: Sequence[Message], places: Sequence[int], tools: Any
+    ) -> None:
         """Raise UserError for a key of a trained message that would be left out of training."""
-        template = "" if self.template == "raw" else str(self.tokenizer.chat_template)
         for place in places:
-            for key in unread_keys(messages[place], template):
-                if changes_training(key, value := messages[place][key]):
+            message = messages[place]
+            if not (message["content"].strip() or message.get("tool_calls")):
+                raise UserError(
+                    f"message {place + 1}, of the assistant, has no text, and would be trained as "
+                    "the end of a response; give it a text, or leave the row out"
+                )
+            for key in unread_keys(message, ""):
+                if changes_training(key, value := message[key]) and not self._writes(
+                    key, messages[: place + 1], tools
+                ):
                     raise UserError(
                         f"message {place + 1} has {key}={value!r:.60}, which neither the chat "
                         "template nor training reads; leave such messages out, write it into the "
                         "content, or remove the key"
                     )
+
+    def _writes(self, key: str, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True if the template writes something else without a key of the last message."""
+        template = "" if self.template == "raw" else str(self.tokenizer.chat_template)
+        if unread_keys({key: messages[-1][key]}, template):
+            return False
+        rest = {name: value for name, value in messages[-1].items() if name != key}
+        forms = [*messages[:-1], rest], messages
+        without, whole = (self._write(form, tools, generate=False) for form in forms)
+        return without != whole
 
     def join(self, written: Sequence[WrittenConversation]) -> list[tuple[list[int], Demonstration]]:
         """Return the prompt's tokens, and what follows them, of each conversation."""

@@ -34,9 +34,10 @@ from megatron_rl.data.rows import (
     read_rows,
 )
 from megatron_rl.data.text_tokens import find_control_token
-from megatron_rl.data.tokenizer import Template, check_raw, check_tokenizer
+from megatron_rl.data.tokenizer import Template, check_arguments, check_raw, check_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.messages import TOOLS, unread_keys
+from megatron_rl.fields import find_place_of_media
+from megatron_rl.messages import SYSTEMS, TOOLS, unread_keys
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Demonstration, Prompt
 
@@ -70,8 +71,9 @@ def read_prompts(
     published DAPO-Math-17k contains each of its problems 100 times. `index` is the row in the file.
 
     too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
-    bad_rows: whether a malformed row is; `echo` gets how many are. template: by the chat template,
-    with template_arguments next to the messages, or `raw`: the messages' texts alone.
+    bad_rows: whether a malformed row is, or one that the template refuses; `echo` gets how many.
+    template: by the chat template, with template_arguments next to the messages, or `raw`: the
+    messages' texts alone.
     system_prompt: before the messages of every row. first: read this many rows only; None: all.
     conversations: what reads rows that end with the assistant's answer, whose longest sequence is
     then limited by `max_prompt_tokens`, with the answer.
@@ -83,12 +85,15 @@ def read_prompts(
     check_tokenizer(tokenizer, template=template)
     if template == "raw":
         check_raw(tokenizer)
+    else:
+        check_arguments(tokenizer, template_arguments or {})
     columns = columns or ColumnsSection()
     rows = read_distinct_rows(
         path, columns,
         bad_rows=bad_rows, system_prompt=system_prompt, first=first, echo=echo,
         conversations=conversations is not None,
     )  # fmt: skip
+    refused = _Refused(bad_rows)
     unread = _Unread(
         tokenizer, columns, shown=dict(template_arguments or {}), is_raw=template == "raw",
         conversations=conversations is not None,
@@ -96,12 +101,18 @@ def read_prompts(
     rows = unread.count(rows)
     longer = _TooLong(max_prompt_tokens)
     if conversations is not None:
-        yield from _read_conversations(rows, conversations, path=path, longer=longer)
+        prompts = _read_conversations(
+            rows, conversations, path=path, longer=longer, refused=refused
+        )
     else:
-        yield from _tokenize_prompts(
+        prompts = _tokenize_prompts(
             rows, tokenizer,
             path=path, template=template, arguments=template_arguments or {}, longer=longer,
+            refused=refused,
         )  # fmt: skip
+    yield from prompts
+    if refused.count:
+        echo(refused.describe(path, rows=longer.rows))
     if longer.count:
         echo(longer.refuse_or_describe(too_long, path=path))
     for line in unread.describe(path):
@@ -116,12 +127,15 @@ def _tokenize_prompts(
     template: Template,
     arguments: Mapping[str, Any],
     longer: "_TooLong",
+    refused: "_Refused",
 ) -> Iterator[Prompt]:
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
         token_ids = tokenize_chats(
             {number: (row.messages, row.tools) for number, row, _ in block},
-            tokenizer, path=path, template=template, arguments=arguments,
+            tokenizer, path=path, template=template, arguments=arguments, refused=refused,
         )  # fmt: skip
+        if not (block := [one for one in block if one[0] in token_ids]):
+            continue
         texts = tokenizer.batch_decode(list(token_ids.values()), skip_special_tokens=False)
         for (number, row, whole), text in zip(block, texts, strict=True):
             ids = token_ids[number]
@@ -156,20 +170,29 @@ def _read_conversations(
     *,
     path: Path,
     longer: "_TooLong",
+    refused: "_Refused",
 ) -> Iterator[Prompt]:
     longer.name = "data.max_prompt_tokens + rollout.max_response_tokens"
     while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
-        written = []
-        for number, row, _ in block:
+        written, rows_written = [], []
+        for number, row, whole in block:
             try:
                 written.append(conversations.write((row.messages, row.tools)))
             except UserError as error:
-                raise UserError(f"{name_row(path, number)}: {error}") from error
+                named = UserError(f"{name_row(path, number)}: {error}")
+                named.__cause__ = error
+                refused(named)
+            else:
+                rows_written.append((number, row, whole))
+        if not written:
+            continue
         found = conversations.join(written)
         texts = conversations.tokenizer.batch_decode(
             [ids for ids, _ in found], skip_special_tokens=False
         )
-        for (number, row, whole), (ids, given), text in zip(block, found, texts, strict=True):
+        for (number, row, whole), (ids, given), text in zip(
+            rows_written, found, texts, strict=True
+        ):
             bounds = [-len(ids), *given.restarts, len(given.token_ids)]
             if not longer.count_if(number, max(b - a for a, b in itertools.pairwise(bounds))):
                 yield _make_prompt(number, row, whole, ids, text, given)
@@ -269,6 +292,22 @@ def _without_index(row: PlainRow, text: str) -> str:
     return text
 
 
+def _unread_parts(row: Mapping[str, Any], named: Iterable[str]) -> Iterator[str]:
+    """Yield the fields that nothing reads of structs of which a dotted name reads one.
+
+    verl's `reward_model.style` is not among them where it is a rule, as everything here is.
+    """
+    for name in named:
+        head, _, part = name.partition(".")
+        struct = row.get(head)
+        if name in row or not part or not isinstance(struct, dict):
+            continue
+        for key, value in struct.items():
+            is_rule = key == "style" and str(value).startswith("rule")
+            if key != part.partition(".")[0] and value not in (None, "", [], {}) and not is_rule:
+                yield f"{head}.{key}"
+
+
 @dataclass
 class _Unread:
     """Counts what rows and their messages have and nothing reads."""
@@ -279,6 +318,7 @@ class _Unread:
     is_raw: bool
     conversations: bool
     names: Counter[str] = field(default_factory=Counter)
+    places: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)
     controls: Counter[str] = field(default_factory=Counter)
     without_tools: int = 0  # rows with calls
@@ -286,7 +326,7 @@ class _Unread:
     def count(self, rows: Iterator[tuple[int, Row, str]]) -> Iterator[tuple[int, Row, str]]:
         """Yield the rows and count what is not read."""
         given = self.columns
-        named = [given.prompt, given.source or SOURCE, given.tools or TOOLS, "system"]
+        named = [given.prompt, given.source or SOURCE, given.tools or TOOLS, *SYSTEMS]
         named += (
             [given.completion, *CONVERSATIONS, PROMPT] if self.conversations else [given.answer]
         )
@@ -301,6 +341,10 @@ class _Unread:
                 and value not in (None, "", [], {})
                 and not _INDEX.fullmatch(name)
             )
+            self.names.update(_unread_parts(values, named))
+            asked = [one["content"] for one in row.messages if one["role"] != "assistant"]
+            if mark := next(filter(None, map(find_place_of_media, asked)), None):
+                self.places[mark] += 1
             for message in row.messages:
                 self.keys.update(unread_keys(message, template))
             if not self.is_raw and (token := find_control_token(row.messages, self.tokenizer)):
@@ -320,6 +364,12 @@ class _Unread:
             yield f"{path}: in no prompt, for so many rows: {', '.join(parts)}" + (
                 "" if self.conversations else "; a reward or environment may read columns"
             )
+        if self.places:
+            mark, _ = self.places.most_common(1)[0]
+            yield (
+                f"{path}: {sum(self.places.values())} rows have the place of an image or a sound "
+                f"({mark:.60}): the policy reads that text, and not what it stands for"
+            )
         if self.controls:
             token, _ = self.controls.most_common(1)[0]
             yield (
@@ -332,6 +382,32 @@ class _Unread:
                 "do not show any, as those of an environment of tools do; add a column tools, or "
                 "data.template_arguments={tools: [...]}"
             )
+
+
+@dataclass
+class _Refused:
+    """Counts rows that the chat template refuses, or raises the first error."""
+
+    bad_rows: str
+    count: int = 0
+    first: UserError | None = None
+
+    def __call__(self, error: UserError) -> None:
+        """Take the error of a row."""
+        if self.bad_rows == "error":
+            raise UserError(f"{error}; data.bad_rows=skip leaves such rows out") from (
+                error.__cause__
+            )
+        self.count, self.first = self.count + 1, self.first or error
+
+    def describe(self, path: Path, *, rows: int) -> str:
+        """Describe the rows that were left out, or raise UserError if no other rows remain."""
+        if not rows:
+            raise UserError(f"{path} holds no prompts: all of its rows are refused: {self.first}")
+        return (
+            f"{path}: {self.count} rows that the chat template or training refuses left out "
+            f"(data.bad_rows=skip); the first: {self.first}"
+        )
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Chat messages as text, by the chat template or without one, and as tokens; text between turns."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,11 @@ from megatron_rl.errors import UserError
 from megatron_rl.messages import Message, with_text_arguments
 
 Chat = tuple[Sequence[Message], Sequence[dict[str, Any]]]  # messages and tools
+
+
+def raise_error(error: UserError) -> None:
+    """Raise an error, where a caller may also count it."""
+    raise error
 
 
 def tokenize_messages(
@@ -38,44 +43,48 @@ def tokenize_chats(
     path: Path,
     template: Template,
     arguments: Mapping[str, Any],
+    refused: Callable[[UserError], object] = raise_error,
 ) -> dict[int, list[int]]:
+    """The tokens of prompts by their numbers, without those that the template refuses.
+
+    refused: receives why a prompt is, with the name of its row; raises it by default.
+    """
+    texts: dict[int, str] = {}
+    for number, chat in chats.items():
+        try:
+            if template == "raw":
+                texts[number] = _join(chat)
+            else:
+                hidden = hide_control_tokens(chat[0], tokenizer)
+                texts[number] = render(hidden, chat[1], tokenizer, arguments=arguments)
+        except UserError as error:
+            named = UserError(f"{name_row(path, number)}: {error}")
+            named.__cause__ = error.__cause__
+            refused(named)
     if template == "raw":  # a plain text gets what the tokenizer adds, and has control tokens
-        texts = [_join(chat, name_row(path, number)) for number, chat in chats.items()]
-        found = tokenizer(texts)["input_ids"]
+        found = tokenizer([*texts.values()])["input_ids"] if texts else []
     else:
-        texts = _apply_template(chats, tokenizer, path=path, arguments=arguments)
-        found = tokenize_texts(texts, tokenizer)
-    token_ids = dict(zip(chats, found, strict=True))
-    for index, ids in token_ids.items():
-        if not ids:
-            raise UserError(
+        found = tokenize_texts([*texts.values()], tokenizer)
+    token_ids = dict(zip(texts, found, strict=True))
+    for index in [index for index, ids in token_ids.items() if not ids]:
+        del token_ids[index]
+        refused(
+            UserError(
                 f"{name_row(path, index)}: the prompt has no tokens; give it a text, or leave the "
                 "row out"
             )
+        )
     return token_ids
 
 
-def _join(chat: Chat, where: str) -> str:
+def _join(chat: Chat) -> str:
     messages, tools = chat
     if tools or any(message.get("tool_calls") for message in messages):
         raise UserError(
-            f"{where}: has tools or tool calls, which data.template=raw would leave out; use a "
-            "chat template, or remove them"
+            "has tools or tool calls, which data.template=raw would leave out; use a chat "
+            "template, or remove them"
         )
     return "\n\n".join(message["content"] for message in messages)
-
-
-def _apply_template(
-    chats: Mapping[int, Chat], tokenizer: Any, *, path: Path, arguments: Mapping[str, Any]
-) -> list[str]:
-    texts = []
-    for number, (messages, tools) in chats.items():
-        try:
-            hidden = hide_control_tokens(messages, tokenizer)
-            texts.append(render(hidden, tools, tokenizer, arguments=arguments))
-        except UserError as error:
-            raise UserError(f"{name_row(path, number)}: {error}") from error.__cause__
-    return texts
 
 
 def render(

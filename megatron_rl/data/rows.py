@@ -12,10 +12,10 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +25,7 @@ from megatron_rl.data.hub import HubSet, is_on_hub, read_hub, read_saved
 from megatron_rl.errors import UserError
 from megatron_rl.fields import changes_training, has_classes, is_media, with_class_names
 from megatron_rl.messages import (
+    SYSTEMS,
     TOOLS,
     Message,
     parse_conversation,
@@ -53,6 +54,7 @@ _MAGIC = {
     **dict.fromkeys((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd"),
                     ("compressed", "decompress it first")),
 }  # fmt: skip
+_SPACED_QUOTE = re.compile(r'[ \t]+".*"[ \t]*', re.DOTALL)  # of CSV: the quotes would be text
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -139,9 +141,11 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
     if path.is_dir():
         return read_saved
     if not path.is_file():
-        raise UserError(f"prompt file {path} does not exist")
+        raise UserError(f"prompt file {path} does not exist{_cure_of_place(str(path))}")
     readers = {".parquet": _read_parquet, ".jsonl": _read_lines, ".csv": _read_csv}
     if path.suffix not in readers:
+        if (problem := _other_kind(path)) is not None:  # which another name would not cure
+            raise UserError(f"{path} {problem}")
         raise UserError(
             f"{path}: prompts are read from .parquet, .jsonl (one JSON object a line) or .csv "
             "(with a header) by the name's ending; rename or convert the file"
@@ -149,6 +153,21 @@ def _reader_of(path: Path) -> Callable[[Path], Iterator[tuple[int, PlainRow]]]:
     if (problem := _other_kind(path)) is not None:
         raise UserError(f"{path} {problem}")
     return readers[path.suffix]
+
+
+def _cure_of_place(path: str) -> str:
+    """Return a cure for a place that is no local file, as the end of a message."""
+    if found := re.match(r"https?:/+huggingface\.co/datasets/([\w.-]+/[\w.-]+)", path):
+        return f"; for the data set of the hub write hf:{found[1]}"
+    if path.startswith("file:/"):
+        return "; give the path without file:"
+    if re.match(r"[a-z][a-z0-9]+:/", path):
+        return "; places on a network are not read: download the file, and give its path"
+    if re.search(r"[*?,]", path):
+        return "; for several files give each a name in data.mix, or join them"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not Path(path).suffix:
+        return f"; for the data set of the hub write hf:{path}"
+    return ""
 
 
 def _other_kind(path: Path) -> str | None:
@@ -202,9 +221,11 @@ def parse_row(
         raise row
     where = name_row(path, number)
     if media := [name for name, value in row.items() if is_media(name, value)]:
+        cure = "leave such rows out, or remove the column"
+        if isinstance(row[media[0]], bytes) and media[0] in (columns.prompt, columns.answer):
+            cure = "convert its bytes to text, if they are text"
         raise UserError(
-            f"{where}: has a value in the column {media[0]}; models here read text only: leave "
-            "such rows out, or remove the column"
+            f"{where}: has a value in the column {media[0]}; models here read text only: {cure}"
         )
     if conversations:
         for name, value in row.items():
@@ -251,8 +272,10 @@ def parse_answer(value: Any) -> str | None:
         return None
     if isinstance(value, int):
         return str(value)
-    number = Decimal(repr(value)) if isinstance(value, float) else value
-    if not number.is_finite():
+    number = value
+    if isinstance(value, float):
+        number = Decimal(value.text if isinstance(value, _Written) else repr(value))
+    if not number.is_finite() or not math.isfinite(value):
         return None
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
@@ -268,19 +291,17 @@ def _parse_prompt(
     system_prompt: str | None,
     conversations: bool,
 ) -> tuple[Message, ...]:
-    system = row.get("system")
     try:
         if conversations:
             messages = _parse_conversation(row, columns, from_table=_is_table(path))
         else:
             value = _find(row, columns.prompt)
             messages = parse_messages(value, key=columns.prompt, from_table=_is_table(path))
-        if isinstance(system, str) and system.strip() and system != _find_system(messages):
-            messages = add_system_prompt(messages, system, key="its column system")
+        messages = add_system_column(messages, row)
         truth = None if conversations else parse_answer(_find(row, columns.answer))
-        refuse_left_out(
-            row, prompt=columns.prompt, messages=messages, truth=truth, used=(columns.answer,)
-        )
+        used = [columns.answer, columns.tools or TOOLS, columns.prompt]
+        used += [columns.completion] if conversations else []
+        refuse_left_out(row, prompt=columns.prompt, messages=messages, truth=truth, used=used)
         return add_system_prompt(messages, system_prompt)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
@@ -305,7 +326,7 @@ def _parse_conversation(
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         further = parse_conversation(completion, key=columns.completion, from_table=from_table)
-        messages = (*messages, *further)
+        messages = _continue_by(messages, further, key=key, completion=columns.completion)
     last = messages[-1]
     if last["role"] != "assistant" or not (last["content"].strip() or last.get("tool_calls")):
         raise UserError(
@@ -315,8 +336,31 @@ def _parse_conversation(
     return messages
 
 
-def _find_system(messages: Sequence[Message]) -> str | None:
-    return next((one["content"] for one in messages if one["role"] == "system"), None)
+def _continue_by(
+    messages: tuple[Message, ...], further: tuple[Message, ...], *, key: str, completion: str
+) -> tuple[Message, ...]:
+    """Return a prompt and its answer, which begins with the prompt in some preference pairs."""
+    for start in (0, 1):  # after a system message
+        is_system = all(one["role"] == "system" for one in further[:start])
+        if is_system and further[start : start + len(messages)] == messages:
+            return further
+    if further[0]["role"] != "assistant":
+        raise UserError(
+            f"{completion} begins with a message of role {further[0]['role']} that {key} does not "
+            f"have; let it be the answer alone, or the whole conversation as the column messages"
+        )
+    return (*messages, *further)
+
+
+def add_system_column(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Prepend the system message that some formats have in a column of its own."""
+    own = [one["content"] for one in messages if one["role"] == "system"][:1]
+    for name in SYSTEMS:
+        system = row.get(name)
+        if isinstance(system, str) and system.strip() and system not in own:
+            messages = add_system_prompt(messages, system, key=f"its column {name}")
+            own = [system]
+    return messages
 
 
 def add_system_prompt(
@@ -392,12 +436,23 @@ def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
                 continue
             try:
                 text = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
-                row = json.loads(text, object_pairs_hook=_unique_keys)
+                row = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_Written)
             except (ValueError, RecursionError) as error:
                 row = ValueError(f"{name_row(path, number)} is not JSON: {error}")
             if not isinstance(row, dict | ValueError):
                 row = ValueError(f"{name_row(path, number)} is no JSON object: {row!r:.80}")
             yield number, row
+
+
+class _Written(float):
+    """A number of a JSON text, with its text, which may have more digits than a float."""
+
+    def __new__(cls, text: str) -> Self:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    text: str
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
@@ -407,14 +462,23 @@ def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
         rows = csv.DictReader(lines, strict=True)
         numbers = itertools.count()
         try:
-            if repeated := _repeated(rows.fieldnames or ()):
+            names = list(rows.fieldnames or ())
+            if repeated := _repeated(names):
                 raise UserError(f"{path} has two columns {repeated}; rename one")
+            if names[:1] == ["sep="] or (names[1:] == [] and re.search(r"[;\t|]", "".join(names))):
+                raise UserError(
+                    f"{path} has no commas between columns, its first line is {','.join(names)!r}; "
+                    "save it with commas, and the names of the columns as the first line"
+                )
             for row in rows:
                 number = next(numbers)
                 if None in row or None in row.values():
-                    names = len(rows.fieldnames or ())
-                    found = names + len(row[None]) if None in row else "fewer"
-                    problem = f"has {found} fields, and the header {names}; quote commas in texts"
+                    found = len(names) + len(row[None]) if None in row else "fewer"
+                    problem = f"has {found} fields, and the header {len(names)}; "
+                    problem += "quote commas in texts"
+                    yield number, ValueError(f"{name_row(path, number)} {problem}")
+                elif quoted := next(filter(_SPACED_QUOTE.fullmatch, row.values()), None):
+                    problem = f"has a space before the quote of {quoted!r:.60}; remove the space"
                     yield number, ValueError(f"{name_row(path, number)} {problem}")
                 else:
                     yield number, dict(row)
@@ -452,12 +516,26 @@ def _check_columns(
     wanted = [name for name in named if name is not None]
     missing = [name for name in wanted if not {name, name.split(".")[0]} & set(names)]
     if missing:
-        known = "question" if prompt in missing else prompt
+        known = _likely(names, _QUESTIONS, "question") if prompt in missing else prompt
         further = "completion" if conversations else "answer"
+        likely = _likely([name for name in names if name != known], _ANSWERS, "answer")
         raise UserError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set, as an "
-            f"example, {setting}={{prompt: {known}, {further}: answer}} (docs/prompts.md)"
+            f"example, {setting}={{prompt: {known}, {further}: {likely}}} (docs/prompts.md)"
         )
+
+
+# Usual names of columns, for the example of an error alone.
+_QUESTIONS = ("question", "problem", "query", "instruction", "prompt", "messages", "conversations",
+              "conversation", "input", "text")  # fmt: skip
+_ANSWERS = ("answer", "final_answer", "ground_truth", "solution", "response", "reply", "output",
+            "completion", "chosen", "answers", "target", "label")  # fmt: skip
+
+
+def _likely(names: Sequence[str], usual: Sequence[str], default: str) -> str:
+    """Return the first usual name that is among the names, whatever its capitals and spaces."""
+    by_name = {name.strip().lower(): name for name in names}
+    return next((by_name[one] for one in usual if one in by_name), default)
 
 
 def _find(row: dict[str, Any], name: str) -> Any:

@@ -10,6 +10,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -288,6 +289,28 @@ def check_tokenizer(
             f"{name}: no eos_token, so a response could never end; name one in "
             "tokenizer_config.json"
         )
+
+
+def check_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that no chat template of the tokenizer has the name of.
+
+    arguments: `data.template_arguments`, with what the run itself adds.
+    """
+    found = tokenizer.chat_template
+    templates = found if isinstance(found, dict) else {"default": str(found or "")}
+    chosen = arguments.get("chat_template")
+    if isinstance(chosen, str) and "{" not in chosen and chosen not in templates:
+        raise UserError(
+            f"data.template_arguments: chat_template={chosen!r} is none of the model's templates, "
+            f"{', '.join(templates)}; correct it"
+        )
+    source = "\n".join([*map(str, templates.values()), str(chosen or "")])
+    for name in arguments.keys() - {"chat_template", "tools", "strftime_now"}:
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise UserError(
+                f"data.template_arguments: the chat template does not read {name}, so it would "
+                "have no effect; correct its name, or remove it"
+            )
 
 
 def check_raw(tokenizer: Any) -> None:

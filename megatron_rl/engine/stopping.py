@@ -50,6 +50,11 @@ def find_stop_rule(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         stop_tokens.append(tokenizer.eos_token_id)
     stop_tokens += token_ids
+    if wrong := [one for one in stop_tokens if isinstance(one, bool) or not isinstance(one, int)]:
+        raise UserError(
+            f"{model_folder}: eos_token_id has {wrong[0]!r}, which is no number of a token; "
+            "correct it in generation_config.json or config.json"
+        )
     if not stop_tokens:
         raise UserError(
             f"{model_folder}: neither its configs nor its tokenizer name an end of text "
@@ -64,8 +69,9 @@ def find_stop_rule(
     return StopCriterion(tuple(dict.fromkeys(stop_tokens)), tuple(texts))
 
 
-# Values of a generation config that change nothing, except a top_k of 1.
+# Values of a generation config that change nothing, but for some of certain names.
 _NEUTRAL: tuple[Any, ...] = (None, False, True, 0, -1, 1, "", [], {})
+_NOT_NEUTRAL = (("top_k", 1), ("temperature", 0), ("frequency_penalty", 1), ("presence_penalty", 1))
 
 
 def describe_generation_config(model_folder: str | Path, rollout: Any) -> str | None:
@@ -83,7 +89,7 @@ def describe_generation_config(model_folder: str | Path, rollout: Any) -> str | 
         for name, value in sorted(json.loads(path.read_text(encoding="utf-8")).items())
         if not name.endswith(("_token_id", "_token_ids", "_version", "_implementation"))
         and not name.startswith("_")
-        and (value not in _NEUTRAL or (name, value) == ("top_k", 1))
+        and (value not in _NEUTRAL or (name, value) in _NOT_NEUTRAL)
         and value != getattr(rollout, name, None)
     ]
     if not unread:

@@ -50,7 +50,8 @@ def parse_hermes(text: str) -> list[ToolCall]:
     calls = []
     for match in _HERMES.finditer(without_thinking(text)):
         try:
-            call = _as_call(json.loads(match[1]))
+            value = json.loads(match[1])
+            call = _as_call(value if _is_complete(value) else None)
         except ValueError as error:
             call = ToolCall("", {}, f"the call is not valid JSON: {error}")
         except RecursionError:
@@ -70,8 +71,7 @@ def parse_llama3_json(text: str) -> list[ToolCall]:
     while (start := text.find("{", end)) >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
-            has_arguments = {"arguments", "parameters"} & set(value)
-            call = _as_call(value if has_arguments or value.keys() <= _KEYS else None)
+            call = _as_call(value if _is_complete(value) else None)
         except (ValueError, RecursionError):
             break
         if call.problem:
@@ -204,6 +204,12 @@ PARSERS: dict[CallFormat, Callable[[str], list[ToolCall]]] = {
     "glm45": parse_glm45,
 }
 TEXT_VALUES = ("qwen3_coder", "glm45")  # formats that write texts without quotes
+
+
+def _is_complete(value: Any) -> bool:
+    """Return True unless a call has something else in place of arguments, as `input`."""
+    keys = value.keys() if isinstance(value, dict) else set()
+    return bool({"arguments", "parameters"} & keys) or keys <= _KEYS
 
 
 def _as_call(value: Any) -> ToolCall:

@@ -18,7 +18,7 @@ import h11
 from megatron_rl.environments.call_formats import CallFormat, ToolCall, parse_calls
 from megatron_rl.environments.interface import Answer, TurnTokens, is_token_list
 from megatron_rl.errors import UserError
-from megatron_rl.messages import parse_message, parse_tools
+from megatron_rl.messages import in_order_of_calls, parse_message, parse_tools
 
 Message = dict[str, Any]
 Reply = tuple[int, Message]  # an HTTP status and JSON
@@ -42,6 +42,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"), "function_call": ("auto", "none"), "top_logprobs": (0,),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "length_penalty": (1,),
     "add_generation_prompt": (True,), "include_reasoning": (True,),
+    **dict.fromkeys(
+        ("echo", "use_beam_search", "continue_final_message", "add_special_tokens",
+         "include_stop_str_in_output"), (False,)),
 }  # fmt: skip
 _TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -456,7 +459,7 @@ def _read_messages(body: Mapping[str, Any]) -> list[Message]:
             raise UserError(f"message {place}: {error}") from None
         except RecursionError:
             raise UserError(f"message {place} is nested too deep") from None
-    return read
+    return in_order_of_calls(read)
 
 
 def _readable(message: Any) -> Message:
@@ -470,7 +473,7 @@ def _readable(message: Any) -> Message:
 def _without_effect(body: Mapping[str, Any]) -> str | None:
     """Return a field of a request, with its value, that asks for what is not done."""
     for name, value in body.items():
-        is_empty = value is None or value is False or value in ("", [], {})
+        is_empty = value is None or (value in ("", [], {}) and value is not False)
         if name in _USED or name in _IGNORED or is_empty or value in _NEUTRAL.get(name, ()):
             continue
         return f"{name}={json.dumps(value)[:80]}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeGuard
 
 from megatron_rl.errors import UserError
+from megatron_rl.fields import is_media
 from megatron_rl.rewards.verifier import load_verifier
 from megatron_rl.rewards.worker import LARGEST_REWARD, MAX_TEXT, as_number, format_value
 from megatron_rl.texts import clean
@@ -215,6 +216,12 @@ def _read_observation(value: Any, *, name: str, roles: Sequence[str]) -> str | l
         raise TypeError(
             f"{name} returned the observation {format_value(value)}; return a text, or a list of "
             f"messages as {{'role': 'user', 'content': 'text'}} with a role of {', '.join(roles)}"
+        )
+    if media := [key for one in messages for key, value in one.items()
+                 if key not in ("role", "content") and is_media(key, value)]:  # fmt: skip
+        raise TypeError(
+            f"{name} returned a message with the key {media[0]}; models here read text only: "
+            "describe it in the content, or leave it out"
         )
     if len(messages) > MOST_MESSAGES:
         raise TypeError(

@@ -57,7 +57,11 @@ class VerifierTrial:
             self.pool.start()
             if prompt is not None:
                 item = Item("", prompt.ground_truth, prompt.data_source, prompt.row)
-                return vote_problems(self.pool.try_on(item), self.reward, keep_best=keep_best)
+                results = self.pool.try_on(item)
+                return [
+                    *_score_problems(results, self.reward),
+                    *vote_problems(results, self.reward, keep_best=keep_best),
+                ]
         except VerifierError as error:
             return [self._name(describe(str(error), printed=self.printed))]
         finally:
@@ -75,6 +79,19 @@ class VerifierTrial:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _score_problems(grade_results: Sequence[GradeResult], reward: RewardSection) -> list[str]:
+    """List why rewards by name are not what they were in verl, where `score` alone is trained."""
+    names = {name for one in grade_results for name in one.rewards}
+    if "score" not in names or len(names) == 1 or reward.weights:
+        return []
+    weights = ", ".join(f"{name}: {int(name == 'score')}" for name in sorted(names))
+    return [
+        f"reward.verifier={reward.verifier}: returns {', '.join(sorted(names))}, which add up to "
+        "the reward here, while verl trains score and records the others; set "
+        f"reward.weights={{{weights}}}, or other weights"
+    ]
 
 
 def vote_problems(

@@ -5,6 +5,7 @@ else of the last line with `Answer:` (the format of DAPO-Math-17k) or `####` (th
 right if it equals the ground truth by the rules of its kind (`megatron_rl.rewards.answers`).
 """
 
+import ast
 import contextlib
 import json
 import re
@@ -82,7 +83,7 @@ def verify_anywhere(
 def grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
     """Compare an extracted answer with the ground truth, or with each of a list of right answers.
 
-    The list is a JSON text of texts, as `["36", "36.0"]`; `[3, 6]` is one answer.
+    The list is a JSON or Python text of texts, as `["36", "36.0"]`; `[3, 6]` is one answer.
     """
     results = [_grade(answer, truth) for truth in right_answers(ground_truth)]
     return max(results, key=lambda result: result[0])
@@ -90,11 +91,12 @@ def grade(answer: str, ground_truth: str) -> tuple[float, str, str | None]:
 
 def right_answers(ground_truth: str) -> list[str]:
     """Return the right answers of a ground truth: usually one."""
-    if re.match(r'\s*\[\s*"', ground_truth):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(ground_truth)
-            if all(isinstance(one, str) and one.strip() for one in found):
-                return list(found)
+    if re.match(r"\s*\[\s*[\"']", ground_truth):
+        for parse in (json.loads, ast.literal_eval):  # the second: as `str` writes a list
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                found = parse(ground_truth)
+                if all(isinstance(one, str) and one.strip() for one in found):
+                    return list(found)
     return [ground_truth]
 
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from megatron_rl.columns import ARRAYS
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.data.rendering import tokenize_messages
-from megatron_rl.data.rows import add_system_prompt, parse_answer
+from megatron_rl.data.rows import add_system_column, add_system_prompt, parse_answer
 from megatron_rl.data.token_rows import share_responses
 from megatron_rl.data.tokenizer import check_tokenizer, load_tokenizer
 from megatron_rl.distributed.agreement import (
@@ -25,6 +25,7 @@ from megatron_rl.distributed.agreement import (
 )
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
+from megatron_rl.fields import changes_training, is_media
 from megatron_rl.messages import TOOLS, Message, parse_messages, parse_tools
 from megatron_rl.objectives import build_objective
 from megatron_rl.objectives.spec import FunctionSpec
@@ -33,7 +34,14 @@ from megatron_rl.rewards.worker import LARGEST_REWARD, as_number
 from megatron_rl.rollouts.behavior import BehaviorLogprobs
 from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.rollout_files import check_rollout_files, find_rollout_files, read_rows
+from megatron_rl.rollouts.rollout_files import (
+    READ,
+    WRITTEN,
+    check_rollout_files,
+    describe_unread,
+    find_rollout_files,
+    read_rows,
+)
 from megatron_rl.rollouts.source import RolloutSource, RunContext, StepInput
 from megatron_rl.runs.rollouts import (
     MASKS,
@@ -46,6 +54,7 @@ from megatron_rl.runs.rollouts import (
     read_restarts,
 )
 from megatron_rl.types import (
+    FinishReason,
     GradeResult,
     Prompt,
     PromptGroup,
@@ -84,8 +93,10 @@ class OfflineRollouts:
         """Open `offline.rollouts` after rank 0 has read and checked every row. Collective."""
 
         def check() -> str:
-            cls.open(config).check()
-            return describe_thinned(config)
+            rollouts = cls.open(config)
+            rollouts.check()
+            path = Path(str(config.offline.rollouts))
+            return describe_thinned(config) + describe_unread(path, further=rollouts.further)
 
         note = run_on_rank_0(check, doing="reading offline.rollouts")
         with sync_errors_across_ranks(doing="opening offline.rollouts"):
@@ -327,13 +338,22 @@ def parse_rollout(
             f"reward is {reward!r}: it must be a finite number, between {-LARGEST_REWARD:g} and "
             f"{LARGEST_REWARD:g}"
         )
-    ending = row.get("finish_reason")
+    _refuse_without_effect(row, further)
+    ending = _ENDINGS.get(str(row.get("finish_reason") or "stop").lower())
+    if ending is None:
+        raise UserError(
+            f"finish_reason is {row['finish_reason']!r:.40}; it must be one of "
+            f"{', '.join(_ENDINGS)}, or null for a response that ended by itself"
+        )
     tokens = row.get("token_ids")
     if tokens is None:
         end = [] if ending == "length" else [tokenizer.eos_token_id]
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
     if not tokens:
         raise UserError("the response has no tokens")
+    for name, ids in (("token_ids", tokens), ("prompt_token_ids", prompt_ids)):
+        if not all(type(one) is int for one in ids):
+            raise UserError(f"{name} must be whole numbers, got {list(ids)!r:.60}")
     observed, restarts = read_observed(row), read_restarts(row)
     sampled = _count_sampled(observed, len(tokens))
     _check_restarts(restarts, observed)
@@ -344,13 +364,13 @@ def parse_rollout(
     frozen, generated = (_logprobs(row.get(name), name, sampled) for name in LOGPROBS)
     others = {name: _further(row.get(name), name, sampled) for name in further}
     response = Response(
-        prompt_index=row.get("prompt_index", place // config.rollout.responses_per_prompt),
+        prompt_index=_index(row.get("prompt_index"), place // config.rollout.responses_per_prompt),
         sample_index=place % config.rollout.responses_per_prompt,
         token_ids=np.array(tokens, np.int32),
         rollout_logprobs=np.full(sampled, np.nan, np.float32) if generated is None else generated,
         **_parse_masks(row, tokens, observed),
         text=text,
-        finish_reason=ending if ending in ("length", "lost") else "stop",
+        finish_reason=ending,
         weight_version=-1,  # versions in files are of another run
         observed=observed,
         restarts=restarts,
@@ -362,7 +382,7 @@ def parse_rollout(
     source = replace(source, index=response.prompt_index)
     grade_result = GradeResult(
         float(reward), row.get("reason") or "", row.get("extracted"),
-        rewards=dict(row.get("rewards") or {}),
+        rewards=_named_rewards(row.get("rewards")),
         turn_rewards=_turn_rewards(row.get(TURN_REWARDS) or [], response.turns),
     )  # fmt: skip
     return Rollout(source, response, grade_result)
@@ -376,6 +396,8 @@ def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Pro
     # A file of a run has only the text of the last message, next to the tokens of all.
     if not (token_ids and isinstance(value, str)):
         messages = parse_messages(value, key="prompt", from_table=True)
+    if not token_ids:
+        messages = add_system_column(messages, row)
     messages = add_system_prompt(messages, config.data.system_prompt)
     if not token_ids:
         check_tokenizer(tokenizer, name=config.model.path, template=config.data.template)
@@ -391,10 +413,50 @@ def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Pro
         messages=messages,
         token_ids=tuple(token_ids),
         ground_truth=_parse_truth(row.get("ground_truth")),
-        data_source=str(row.get("data_source", "offline")),
+        data_source="offline" if row.get("data_source") is None else str(row["data_source"]),
         text=tokenizer.decode(token_ids, skip_special_tokens=False),
         tools=tools,
     )
+
+
+# Words for the end of a response: of this project, OpenAI, vLLM, Anthropic and transformers.
+_ENDINGS: dict[str, FinishReason] = {
+    "stop": "stop", "eos": "stop", "tool_calls": "stop", "function_call": "stop",
+    "end_turn": "stop", "stop_sequence": "stop", "tool_use": "stop", "length": "length",
+    "max_tokens": "length", "max_length": "length", "truncated": "length", "lost": "lost",
+}  # fmt: skip
+
+
+def _refuse_without_effect(row: Mapping[str, Any], further: Sequence[str]) -> None:
+    """Raise UserError for a column that asks for something else than is trained."""
+    for name, value in row.items():
+        if name in READ or name in WRITTEN or name in further:
+            continue
+        if is_media(name, value):
+            raise UserError(f"has a value in the column {name}; models here read text only")
+        if changes_training(name, value, is_column=True):
+            raise UserError(
+                f"has {name}={value!r:.40}, which would have no effect: every response is trained "
+                "by its reward; leave such rows out, or remove the column"
+            )
+
+
+def _index(value: Any, default: int) -> int:
+    """Return the index of a prompt, by default that of its group."""
+    if value is None:
+        return default
+    if type(value) is not int or value < 0:
+        raise UserError(f"prompt_index must be a whole number from 0 on, got {value!r:.40}")
+    return value
+
+
+def _named_rewards(value: Any) -> dict[str, float]:
+    """Return the rewards of a response by name, which are only recorded."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"rewards must be a struct of numbers by name, got {value!r:.60}")
+    return {name: one for name, one in value.items() if one is not None}
 
 
 def _parse_truth(value: Any) -> str:

@@ -103,11 +103,11 @@ def _check_teachers(config: Config, sources: set[str]) -> None:
 def count_prompts(config: Config) -> dict[str, int]:
     """Count the prompts of each training set of a run. Raises ConfigError for an unreadable set.
 
-    Tokenizes them only if `data.too_long` leaves some out.
+    Tokenizes them only if `data.too_long` or `data.bad_rows` leaves some out.
     """
     data, sizes = config.data, {}
     shape = tokenizer = None
-    if data.too_long == "skip":
+    if "skip" in (data.too_long, data.bad_rows):
         try:
             shape = read_model_shape(config.model.path)
             tokenizer = load_tokenizer(config.model.path, **config.tokenizer_options)

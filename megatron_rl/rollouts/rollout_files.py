@@ -1,17 +1,29 @@
 """Files of `offline.rollouts`, and the check of their columns."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.columns import COLUMNS
 from megatron_rl.config import ConfigError
+from megatron_rl.messages import SYSTEMS, TOOLS
 
 ROWS_AT_ONCE = 64
 NEEDED = ("prompt", "response", "reward")
+# Further columns that are read, and those that a run writes for its readers alone.
+READ = {
+    *NEEDED, "prompt_index", "prompt_token_ids", "ground_truth", "data_source", "reason",
+    "extracted", "finish_reason", "rewards", "observed", "restarts", "messages", "turn_rewards",
+    TOOLS, *SYSTEMS, *(column.name for column in COLUMNS if column.from_files),
+}  # fmt: skip
+WRITTEN = {
+    "sample_index", "prompt_text", "weight_version", "weight_versions", "sampled", "place",
+    *(column.name for column in COLUMNS),
+}  # fmt: skip
 
 
 def find_rollout_files(path: Path) -> list[Path]:
@@ -40,6 +52,22 @@ def check_rollout_files(path: Path) -> None:
                 f"offline.rollouts: {file} has no column {', '.join(missing)}; it needs "
                 f"{', '.join(NEEDED)} and has {', '.join(names)}"
             )
+
+
+def describe_unread(path: Path, *, further: Collection[str] = ()) -> str:
+    """Name the columns that nothing reads, with their numbers of rows; empty without any.
+
+    further: columns that the objective takes besides.
+    """
+    counts: Counter[str] = Counter()
+    for file in find_rollout_files(path):
+        metadata = pq.read_metadata(file)
+        names = {*pq.read_schema(file).names} - READ - WRITTEN - {*further}
+        counts.update(dict.fromkeys(names, metadata.num_rows))
+    if not counts:
+        return ""
+    named = ", ".join(f"{name} ({count})" for name, count in counts.most_common(12))
+    return f"; {path}: columns that nothing reads, with their rows: {named}"
 
 
 def have_prompt_tokens(path: Path) -> bool:

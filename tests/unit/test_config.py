@@ -247,6 +247,18 @@ def test_dotted_keys_in_file_equal_overrides(tmp_path, text):
     assert override.model.path == "other"
 
 
+@pytest.mark.parametrize("space", ["", "\u00a0"])
+def test_space_that_is_missing_after_a_colon_is_named(tmp_path, space):
+    text = MINIMAL + f"optimizer:{space}{{learning_rate: 1.0e-5}}\n"
+    with pytest.raises(ConfigError, match="unknown key; write an ordinary space after the colon"):
+        load_config(write(tmp_path, text))
+
+
+def test_texts_with_commands_of_latex_end_responses(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL), [r"rollout.stop=['\ne', '\text', \quad, \]]"])
+    assert config.rollout.stop == [r"\ne", r"\text", r"\quad", "\\"]
+
+
 def test_merge_keys_of_yaml_still_work(tmp_path):
     text = MINIMAL + "objective: &o {name: gspo}\nadvantage: {<<: {std: none}, std: population}\n"
     assert load_config(write(tmp_path, text)).advantage.std == "population"

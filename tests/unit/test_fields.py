@@ -10,9 +10,17 @@ from megatron_rl.config.sections import ColumnsSection
 from megatron_rl.data.demonstrations import ConversationTokenizer
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.errors import UserError
-from megatron_rl.fields import changes_training, find_choices, is_media, with_class_names
+from megatron_rl.fields import (
+    changes_training,
+    find_choices,
+    find_passage,
+    find_place_of_media,
+    is_media,
+    with_class_names,
+)
 from tests.unit.data.test_text_tokens import MARKS, build
 
+ASKED, SHORT = {"role": "user", "content": "to"}, {"role": "system", "content": "be"}
 PICTURE = {"bytes": b"GIF89a", "path": None}
 
 
@@ -57,7 +65,12 @@ def test_key_of_an_answer_that_says_how_it_is_trained_is_refused(name, value):
     assert changes_training(name, value)
     with pytest.raises(UserError, match=f"message 2 has {name}="):
         one.tokenize(([{"role": "user", "content": "to"}, answer], ()))
-    tokenizer.chat_template += "{# " + name + " #}"  # one that reads the key
+    tokenizer.chat_template += "{# m." + name + " #}"  # named, and written nowhere
+    with pytest.raises(UserError, match=f"message 2 has {name}="):
+        one.tokenize(([{"role": "user", "content": "to"}, answer], ()))
+    tokenizer.chat_template = MARKS.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m['" + name + "'] }}"
+    )
     assert one.tokenize(([{"role": "user", "content": "to"}, answer], ()))
 
 
@@ -107,6 +120,43 @@ def test_choices_are_found_by_the_answer_or_their_name(row, truth, names):
 )  # fmt: skip
 def test_other_lists_and_lettered_columns_are_no_choices(row, truth):
     assert find_choices(row, "How many?", truth=truth) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"context": "It rains  in\nBonn."}, "context"), ({"passage": "It snows."}, "passage"),
+        ({"contexts": ["It snows.", "It hails."]}, "contexts"),
+        ({"context": {"title": ["a"], "sentences": [["It snows.", "It hails."]]}}, "context"),
+        ({"history": [["Where?", "In Bonn."]]}, "history"),
+    ],
+)  # fmt: skip
+def test_passage_that_a_question_lacks_is_found(row, name):
+    assert find_passage(row, "Is it wet?") == name
+    whole = json.dumps(row).replace('"', " ").replace("\\n", "\n")
+    assert find_passage(row, f"{whole} Is it wet?") is None
+    assert find_passage(row, "Is it wet?", skip=[name]) is None
+
+
+@pytest.mark.parametrize(
+    "row", [{"context": ""}, {"context_id": "c 7"}, {"context": 3}, {"history": []}, {"note": "x"}]
+)
+def test_other_columns_are_no_passages(row):
+    assert find_passage(row, "Is it wet?") is None
+
+
+def test_places_of_media_in_a_text():
+    for mark in (
+        "<image>",
+        "<image_2>",
+        "<|image_pad|>",
+        "<video>",
+        "![a](u/v.jpg)",
+        '<img src="a">',
+    ):
+        assert find_place_of_media(f"What is {mark}?") == mark
+    for text in ("an image", "a<image", "x![n]", "[a](b)", "<images>", "<imgs>"):
+        assert find_place_of_media(text) is None
 
 
 def test_numbers_of_classes_are_read_as_their_names(tmp_path):
@@ -167,6 +217,21 @@ def test_what_no_prompt_has_is_named_once_with_its_number_of_rows(tmp_path):
     ]
 
 
+def test_parts_of_structs_and_places_of_images_are_named(tmp_path):
+    judged = {"ground_truth": "4", "style": "model", "model": None}
+    rows = [{"prompt": f"<image> to {n}?", "reward_model": judged} for n in range(2)]
+    rows.append({"prompt": "to", "reward_model": judged | {"style": "rule-x"}})
+    lines = []
+    load_prompts(write(tmp_path / "p.jsonl", *rows), build("never", MARKS), max_prompt_tokens=200,
+                 echo=lines.append)  # fmt: skip
+    assert [line.partition(": ")[2] for line in lines] == [
+        "in no prompt, for so many rows: columns reward_model.style (2); a reward or environment "
+        "may read columns",
+        "2 rows have the place of an image or a sound (<image>): the policy reads that text, and "
+        "not what it stands for",
+    ]
+
+
 @pytest.mark.parametrize("extra", [{"weight": 0.5}, {"loss_mask": [1, 0]}, {"label": False}])
 def test_column_that_says_how_a_conversation_is_trained_is_refused(extra, tmp_path):
     tokenizer = build("never", MARKS, "<|halt|>")
@@ -177,3 +242,32 @@ def test_column_that_says_how_a_conversation_is_trained_is_refused(extra, tmp_pa
     with pytest.raises(UserError, match=f"line 1: has {next(iter(extra))}="):
         load_prompts(write(tmp_path / "b.jsonl", row | extra), tokenizer, max_prompt_tokens=50,
                      **options)  # fmt: skip
+
+
+GOOD = {"role": "assistant", "content": "tu"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "problem"),
+    [
+        ("to", [ASKED, GOOD], None), ([SHORT, ASKED], [SHORT, ASKED, GOOD], None),
+        ([ASKED], [SHORT, ASKED, GOOD], None), ([ASKED], [GOOD], None),
+        ("to", [{"role": "user", "content": "be"}, GOOD], "completion begins with a message of"),
+        ("to", [ASKED, {"role": "assistant", "content": " "}, ASKED, GOOD], "message 2, of the as"),
+    ],
+)  # fmt: skip
+def test_answer_may_begin_with_its_prompt(prompt, completion, problem, tmp_path):
+    """UltraFeedback's pairs: `chosen` is the whole conversation, next to its prompt."""
+    tokenizer = build("never", MARKS, "<|halt|>")
+    options = {
+        "conversations": ConversationTokenizer(tokenizer, stop=(3,)),
+        "max_prompt_tokens": 99,
+    }
+    file = write(tmp_path / "a.jsonl", {"prompt": prompt, "completion": completion})
+    if problem is None:
+        (found,) = load_prompts(file, tokenizer, **options)
+        assert found.text.count("to") == 1 and found.messages[-1] == GOOD
+        assert len(found.messages) == 2 + (SHORT in found.messages)
+    else:
+        with pytest.raises(UserError, match=problem):
+            load_prompts(file, tokenizer, **options)

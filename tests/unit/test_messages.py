@@ -23,6 +23,12 @@ def calling(arguments, **message):
             TOOL]  # fmt: skip
 
 
+def calling_by(keys):
+    """The same conversation, with other keys next to the name of its call."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather"} | keys}
+    return [USER, {"role": "assistant", "tool_calls": [call]}, TOOL]
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -36,6 +42,10 @@ def calling(arguments, **message):
         [USER | {"content": [{"type": "text", "text": "Weather "},
                              {"type": "text", "text": "in Paris?"}]}, *WHOLE[1:]],
         [one | {"name": None} for one in WHOLE],
+        calling_by({"parameters": {"city": "Paris"}}),  # Llama
+        calling_by({"args": {"city": "Paris"}}),  # LangChain
+        calling_by({"input": {"city": "Paris"}, "arguments": None}),  # Anthropic
+        [USER | {"tool_calls": ""}, *WHOLE[1:]],
     ],
 )  # fmt: skip
 def test_openai_and_trl_formats_are_read_alike(value):
@@ -90,6 +100,29 @@ def test_sharegpt_is_read_as_openai():
     assert messages[5] == {"role": "user", "content": "And Rome?"}
 
 
+def test_results_follow_the_order_of_their_calls():
+    """Results name their calls by ids, which templates leave out; they may arrive in any order."""
+    calls = [CALL | {"id": one} for one in "abc"]
+    results = [{"role": "tool", "tool_call_id": one, "content": one} for one in "cab"]
+    value = [USER, {"role": "assistant", "tool_calls": calls}, *results, USER]
+    found = parse_messages(value, key="prompt")
+    assert [one["content"] for one in found[2:]] == ["a", "b", "c", USER["content"]]
+    for other in ("x", "a", None):  # of no call, or of one call twice
+        results[0]["tool_call_id"] = other
+        found = parse_messages(value, key="prompt")
+        assert [one["content"] for one in found[2:5]] == ["c", "a", "b"]
+
+
+def test_sequence_of_structs_is_a_list_of_messages():
+    """As `datasets` before release 4 stores them."""
+    value = {"role": ["system", "user"], "content": ["Be short.", "a"], "name": None}
+    assert [one["role"] for one in parse_messages(value, key="prompt")] == ["system", "user"]
+    value = {"from": ["human"], "value": ["a"]}
+    assert parse_messages(value, key="prompt") == ({"role": "user", "content": "a"},)
+    with pytest.raises(ValueError, match="must be a text or a list of chat messages"):
+        parse_messages({"role": ["user"], "content": ["a", "b"]}, key="prompt")
+
+
 @pytest.mark.parametrize(
     "question",
     [
@@ -118,7 +151,10 @@ def test_question_that_is_no_list_of_messages_stays_a_text(question):
         ([USER, {"role": "assistant", "tool_calls": [{"id": "c"}]}, TOOL], "a function with"),
         ([{"role": "system", "content": ""}], "prompt has messages without any text"),
         ({"role": "user", "content": "a"}, "prompt must be a text or a list of chat messages"),
-        (["a"], "message 1: 'a' is not JSON"),
+        (["a"], "message 1: a chat message must have a role and content, got 'a'"),
+        (calling({}, function_call={"name": "a", "arguments": "{}"}), "has tool_calls and func"),
+        (calling_by({"arguments": {"city": "a"}, "input": {"city": "b"}}), "has input next to arg"),
+        (calling_by({"arguments": {}, "thought": "it rains"}), "the call of weather has thought n"),
     ],
 )  # fmt: skip
 def test_other_messages_are_refused(value, error):
@@ -138,10 +174,12 @@ def test_tools_are_openai_s_schemas():
     assert parse_tools([{"name": "weather", "strict": None}], from_table=True) == (
         {"type": "function", "function": {"name": "weather"}},
     )
+    for key in ("input_schema", "inputSchema"):  # Anthropic, MCP
+        assert parse_tools([{"name": "weather", key: parameters}]) == whole
     for nothing in (None, "", " ", [], "[]", "null"):
         assert parse_tools(nothing) == ()
     for value, error in (
-        (["weather"], "functions: 'weather' is not JSON"),
+        (["weather"], r"functions must have .* for each tool, got 'weather'"),
         ("{}", "functions must be a list of tools or its JSON text"),
         ([{"description": "a"}], r'functions must have \{"type": "function", "function"'),
     ):

@@ -221,7 +221,8 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\[dt]binom", r"\\binom"),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degree|textdegree|deg)(?![a-zA-Z])",
          r"\\degree "),
-        (r"\\?%|\s*\\text\{\s*(?:percent|percentage|pct)\s*\}|\b(?:percent(?:age)?|pct)\b", r"\\%"),
+        (r"\\?%|\s*\\text\{\s*(?:per ?cent|percentage|pct)\s*\}|\b(?:per ?cent(?:age)?|pct)\b",
+         r"\\%"),
         (r"\\(?:leq(?:slant|q)?|le)(?![a-zA-Z])|<=|=<", r"\\le "),
         (r"\\(?:geq(?:slant|q)?|ge)(?![a-zA-Z])|>=|=>", r"\\ge "),
         (r"\\(?:neq?|not\s*=)(?![a-zA-Z])|!=", r"\\ne "),
@@ -252,9 +253,9 @@ _REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"\\sqrt\s*([\da-zA-Z])", r"\\sqrt{\1}"),
         (r"(?<![a-zA-Z\\])(sin|cos|tan|cot|sec|csc|ln|log|exp)(?=\s*[\s(\d^_])", r"\\\1"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
-        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\(frac|binom)\s*(\d)\s*(\d)", r"\\\1{\2}{\3}"),
+        (r"\\(frac|binom)\s*(\d)\s*(?=\{)", r"\\\1{\2}"),
+        (r"(\\(?:frac|binom)\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\frac\s*\{", r"\\frac{"),
         # Intervals as France writes them: ]0,1].
         (r"([\[\]])([^\[\]()]*[,;][^\[\]()]*)(?<!\\sqrt)([\[\]])",
@@ -455,6 +456,7 @@ _AND = re.compile(
 _AND_COMMA = re.compile(f"{_AND.pattern}|,")
 _WITHOUT = re.compile(r"\\(?:setminus|backslash)(?![a-zA-Z])|(?<=\}) ?- ?(?=\\\{)")
 _CUP = re.compile(r"\\cup(?![a-zA-Z])")
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?|-?\d+/\d+|-?\\frac\{\d+\}\{\d+\}")
 _INEQUALITY = re.compile(r"\\le |\\ge |\\ne |<|>")
 _EQUALS = re.compile(r"=")
 _ROUNDED = re.compile(r"\\(?:approx|simeq)(?![a-zA-Z])")
@@ -657,6 +659,10 @@ def _read_membership(text: str) -> Assignment | None:
 
 def _read_inequality(text: str) -> Any:
     parts = split(text, _INEQUALITY)
+    if len(parts) == 2 and not parts[0] and _PLAIN_NUMBER.fullmatch(parts[1]):
+        sign = _INEQUALITY.search(text)
+        if sign is not None and sign[0] != r"\ne ":
+            return half_line("", sign[0].strip(), read_tidy(parts[1]))  # of no named variable
     if len(parts) == 1 or not all(parts) or "=" in text:
         return None
     signs = [match[0].strip() for match in _INEQUALITY.finditer(text)]

@@ -301,6 +301,32 @@ def test_malformed_rows_are_named_or_left_out_and_counted(tmp_path):
         load_prompts(path, build_tokenizer(), max_prompt_tokens=5, bad_rows="skip")
 
 
+def test_rows_that_the_template_refuses_are_malformed(tmp_path):
+    rows = [build_row(), build_row(prompt=[{"role": "tool", "content": "a"}]), build_row("b")]
+    path = write(tmp_path / "set.parquet", rows)
+    with pytest.raises(
+        ValueError, match=r"row 1: the chat template refuses .* data\.bad_rows=skip"
+    ):
+        load_prompts(path, build_tokenizer(), max_prompt_tokens=5)
+    options, output = {"max_prompt_tokens": 5, "bad_rows": "skip"}, []
+    prompts = load_prompts(path, build_tokenizer(), echo=output.append, **options)
+    assert [prompt.index for prompt in prompts] == [0, 2]
+    assert "1 rows that the chat template or training refuses left out" in output[0]
+    assert "row 1: the chat template refuses these messages: no tools" in output[0]
+    with pytest.raises(ValueError, match=r"holds no prompts: all of its rows are refused: .*row 0"):
+        load_prompts(write(path, rows[1:2]), build_tokenizer(), **options)
+
+
+def test_argument_that_no_template_reads_is_refused(tmp_path):
+    path = write(tmp_path / "set.parquet", [build_row()])
+    for arguments, problem in (
+        ({"enable_think": False}, "the chat template does not read enable_think, so it would"),
+        ({"chat_template": "rag"}, "chat_template='rag' is none of the model's templates, default"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            load_prompts(path, build_tokenizer(), max_prompt_tokens=9, template_arguments=arguments)
+
+
 def test_arguments_reach_chat_template(tmp_path):
     path = write(tmp_path / "set.parquet", [build_row()])
     template = TEMPLATE + "{% if loud %}b{% endif %}"

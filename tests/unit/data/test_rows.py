@@ -4,6 +4,7 @@ import csv
 import datetime
 import json
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -239,9 +240,14 @@ def test_columns_that_belong_to_the_prompt_may_be_in_it_or_empty(tmp_path):
     assert parse(path, columns)[0].messages == ({"role": "user", "content": "b or c?"},)
     with pytest.raises(ValueError, match="line 1: the prompt lacks the text of the column input"):
         parse(write_lines(path, row | {"input": "2 3"}), columns)
-    older = {"messages": [USER], "functions": [{"name": "a"}], "answer": 1}
-    with pytest.raises(ValueError, match="line 1: has functions, OpenAI's older name of tools"):
-        parse(write_lines(path, older), ColumnsSection(prompt="messages", answer="answer"))
+    older = {"messages": [USER], "prompt": "ab", "functions": [{"name": "a"}], "answer": 1}
+    for prompt in ("messages", "prompt"):
+        with pytest.raises(ValueError, match="line 1: has functions, OpenAI's older name of tools"):
+            parse(write_lines(path, older), ColumnsSection(prompt=prompt, answer="answer"))
+    assert parse(write_lines(path, older | {"functions": ["def f(): ..."]}))
+    with pytest.raises(ValueError, match="line 1: the prompt lacks the text of the column context"):
+        parse(write_lines(path, USER_ROW | {"context": "Bonn is a town."}))
+    assert parse(write_lines(path, USER_ROW | {"context": "a", "prompt": "a b"}))
 
 
 def test_system_column_is_the_system_message(tmp_path):
@@ -253,6 +259,10 @@ def test_system_column_is_the_system_message(tmp_path):
     row["conversations"].insert(0, {"from": "system", "value": "a"})
     with pytest.raises(ValueError, match=r"line 1: .* its column system would be a second one"):
         parse(write_lines(path, row), columns)
+    other = {"prompt": "ab", "answer": 1, "system_prompt": "ba"}  # OpenOrca's
+    assert parse(write_lines(path, other))[0].messages == (system, USER)
+    with pytest.raises(ValueError, match=r"its column system_prompt would be a second one"):
+        parse(write_lines(path, other | {"system": "b"}))
 
 
 @pytest.mark.parametrize(
@@ -292,6 +302,70 @@ def test_conversations_need_no_columns_of_evaluation_sets(tmp_path):
     found = parse_row(row, columns, path=path, number=number, conversations=True)
     assert [each["content"] for each in found.messages] == ["ab", "7"]
     path = write_lines(tmp_path / "b.jsonl", {"text": "a", "reply": "b"})
-    cure = r"set, as an example, sft.validation.v.columns=\{prompt: question, completion: answer\}"
+    cure = r"set, as an example, sft.validation.v.columns=\{prompt: text, completion: reply\}"
     with pytest.raises(ValueError, match=cure):
         list(read_rows(path, columns, conversations=True, setting="sft.validation.v.columns"))
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("123456789012345678.5", "123456789012345678.5"), ("1.50", "1.5"), ("1e5", "100000"),
+        ("12345678901234567890.0", "12345678901234567890"), ("-0.0", "0"), ("1e400", None),
+        ("NaN", None), ("0.1000000000000000055", "0.1000000000000000055"),
+    ],
+)  # fmt: skip
+def test_numbers_of_lines_keep_their_digits(tmp_path, written, text):
+    """A float has 17 digits, and the number of a line may have more."""
+    (path := tmp_path / "set.jsonl").write_text('{"prompt": "ab", "answer": ' + written + "}")
+    if text is None:
+        with pytest.raises(ValueError, match="answer must be a non-empty text or a number"):
+            parse(path)
+    else:
+        assert parse(path)[0].ground_truth == text
+        assert json.loads(json.dumps(next(read_rows(path, COLUMNS))[1]))["answer"] == float(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "prompt\tanswer\na\t7\n",
+            r"has no commas between columns, its first line is 'prompt.tans",
+        ),
+        ("sep=,\nprompt,answer\na,7\n", "has no commas between columns, its first line is 'sep=,'"),
+        (
+            'prompt,answer\na, "7"\n',
+            "row 1 after the header has a space before the quote of ' \"7\"'",
+        ),
+    ],
+)
+def test_csv_of_other_dialects_is_refused(tmp_path, text, error):
+    (path := tmp_path / "set.csv").write_text(text)
+    with pytest.raises(ValueError, match=error):
+        parse(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "cure"),
+    [
+        ("data/*.parquet", "give each a name in data.mix"), ("a.jsonl,b.jsonl", "in data.mix"),
+        ("https://huggingface.co/datasets/o/n/tree/main", "write hf:o/n"),
+        ("openai/gsm8k", "write hf:openai/gsm8k"), ("s3://b/a.jsonl", "download the file"),
+        ("file:///tmp/a.jsonl", "give the path without file:"), ("a/b.jsonl", "does not exist$"),
+    ],
+)  # fmt: skip
+def test_place_that_is_no_file_has_its_cure(place, cure):
+    with pytest.raises(ValueError, match=cure):
+        list(read_rows(Path(place), COLUMNS))
+
+
+def test_bytes_of_a_text_are_not_called_an_image(tmp_path):
+    path = write_table(tmp_path / "set.parquet", {"prompt": b"ab", "answer": "7"})
+    with pytest.raises(
+        ValueError, match=r"column prompt; .* convert its bytes to text, if they are"
+    ):
+        parse(path)
+    (path := tmp_path / "set.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(ValueError, match=r"is compressed.*; decompress it first"):
+        parse(path)

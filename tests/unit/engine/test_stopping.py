@@ -43,6 +43,13 @@ def test_find_stop_rule_without_stop_token_raises_and_names_setting(tmp_path):
         find_stop_rule(tmp_path, None, vocab_size=9, token_ids=[9])
 
 
+@pytest.mark.parametrize("value", ["</s>", ["</s>"], [[2]], True, 2.0, [2, None]])
+def test_end_that_is_no_number_of_a_token_is_refused(tmp_path, value):
+    write(tmp_path, generation_config=value)
+    with pytest.raises(ValueError, match=r"eos_token_id has .*, which is no number of a token"):
+        find_stop_rule(tmp_path, tokenizer(7), vocab_size=9)
+
+
 def test_sampling_of_a_generation_config_that_training_does_not_read_is_named(tmp_path):
     """As in released chat models; ids of tokens, neutral values and those of the run are not."""
     file, rollout = tmp_path / "generation_config.json", RolloutSection(temperature=0.7)
@@ -55,5 +62,8 @@ def test_sampling_of_a_generation_config_that_training_does_not_read_is_named(tm
     file.write_text(json.dumps(plain | {"repetition_penalty": 1.05, "top_k": 1, "top_p": 0.8}))
     text = describe_generation_config(tmp_path, rollout)
     assert " has repetition_penalty=1.05, top_k=1, top_p=0.8: training samples by " in text
+    file.write_text(json.dumps(plain | {"temperature": 0, "presence_penalty": 1.0}))
+    text = describe_generation_config(tmp_path, rollout)
+    assert " has presence_penalty=1.0, temperature=0: training samples by " in text
     file.write_text(json.dumps(plain))
     assert "temperature=0.7: " in describe_generation_config(tmp_path, RolloutSection())

@@ -371,6 +371,7 @@ TOOLS = [{"type": "function", "function": {"name": "ring", "parameters": {"prope
     [
         {"stop": ["x"]}, {"response_format": {"type": "json_object"}}, {"tool_choice": "required"},
         {"logit_bias": {"1": 2}}, {"top_logprobs": 3}, {"echo": True}, {"field_of_tomorrow": 1},
+        {"enable_thinking": False}, {"add_generation_prompt": False},
     ],
 )  # fmt: skip
 def test_field_of_a_request_without_effect_is_refused(field):

@@ -310,9 +310,10 @@ def test_replay_from_journal_repeats_no_side_effect(tmp_path):
         ([{"role": "user", "content": "", "id": "x" * 2_000_000}], "2,000,002 characters"),
         ([{"role": "tool", "content": "", "x": {"y" * 2_000_000: 1}}], "2,000,003 characters"),
         ([{"role": "user", "content": ""}] * 300_000, "300,000 messages"),
+        ([{"role": "tool", "content": "a", "image": "a.png"}], "with the key image; models here"),
     ],
 )
-def test_limits_count_all_keys_and_messages(observation, problem):
+def test_observations_have_limits_of_all_keys_and_no_media(observation, problem):
     with pytest.raises(TypeError, match=problem):
         read_answer(Answer(observation), name="a:B")
     whole = [{"role": "user", "content": "x" * 1_000_000}]

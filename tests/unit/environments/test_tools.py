@@ -140,6 +140,15 @@ def test_call_without_arguments_is_a_call_with_none_however_it_is_written(argume
     assert message["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
+def test_call_with_other_words_for_arguments_is_not_made_without_them():
+    """vLLM's parsers read `arguments` and `parameters` alone."""
+    for key in ("input", "args"):
+        written = '{"name": "now", "' + key + '": {"zone": 3}}'
+        (found,) = parse_calls(f"<tool_call>{written}</tool_call>", "hermes", in_thinking=False)
+        assert found.problem == 'a call needs "name", a text, and "arguments", an object'
+        assert parse_calls(written, "llama3_json", in_thinking=False) == []
+
+
 def test_numbers_that_json_lacks_are_no_arguments():
     for value in ("NaN", "Infinity", "1e999"):
         (found,) = parse_hermes('<tool_call>{"name": "a", "arguments": {"x": [' + value + "]}}")

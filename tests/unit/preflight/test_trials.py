@@ -6,11 +6,12 @@ import pytest
 
 from megatron_rl.config import parse_config
 from megatron_rl.preflight.trials import (
+    VerifierTrial,
     call_format_problem,
     start_environment_trial,
     with_tools,
 )
-from megatron_rl.types import Prompt
+from megatron_rl.types import GradeResult, Prompt
 from tests.character_tokenizer import build_tokenizer
 
 TALKING = "tests.functional.talking"
@@ -120,3 +121,30 @@ def test_calls_of_the_template_are_read_by_the_format_of_the_class(calls, call_f
     assert (found is None) == (cure is None), found
     if cure is not None:
         assert re.search(cure, found) and f"call_format={call_format!r} does not read" in found
+
+
+class _Returning:
+    """A pool whose verifier returns rewards by name."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def start(self): ...
+
+    def try_on(self, item):
+        return [GradeResult(1.0, "", None, rewards=dict.fromkeys(self.names, 1.0))] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "is_refused"),
+    [
+        (["acc", "score"], {}, True), (["acc", "score"], {"acc": 0, "score": 1}, False),
+        (["score"], {}, False), (["correct", "format"], {}, False), ([], {}, False),
+    ],
+)  # fmt: skip
+def test_score_of_verl_is_not_added_to_what_verl_only_records(names, weights, is_refused):
+    prompt = Prompt(0, ({"role": "user", "content": "?"},), (1,), "1", "s")
+    reward = config({}, reward={"verifier": "my:score", "weights": weights}).reward
+    problems = VerifierTrial(reward, _Returning(names)).problems(prompt, keep_best=False)
+    cure = "set reward.weights={acc: 0, score: 1}, or other weights"
+    assert bool(problems) == is_refused and all(one.endswith(cure) for one in problems)

@@ -130,12 +130,18 @@ def test_answer_of_kind_has_reward(kind):
     ("truth", "right"),
     [
         ("12", True), (r"\frac12", True), ("(0, 3]", True), ("Paris", True), ("7 km/h", True),
-        ('["7", "seven"]', True), ("B", True), ("x = 5 #### 5", True),
+        ('["7", "seven"]', True), ("['7', 'seven']", True), ("B", True), ("x = 5 #### 5", True),
         (r"\frac{1}{2", False), ("####", False), (" ", False), (r"5 \to 7", False),
     ],
 )  # fmt: skip
 def test_a_truth_is_asked_whether_an_answer_can_equal_it(truth, right):
     assert can_be_right(truth) == right
+
+
+@pytest.mark.parametrize("written", ['["4", "7"]', "['4', '7']", "['7']", " [ '7' ]"])
+def test_list_of_right_answers_is_read_however_it_was_written(written):
+    assert verify_math_answer(r"\boxed{7}", written, "")[0] == 1
+    assert verify_math_answer(r"\boxed{5}", written, "")[0] == 0
 
 
 def test_pairs_have_right_and_wrong_answers_of_every_kind():

@@ -16,7 +16,7 @@ from megatron_rl.rollouts import offline
 from megatron_rl.rollouts.batch_metrics import batch_metrics
 from megatron_rl.rollouts.offline import OfflineRollouts, describe_thinned
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
-from megatron_rl.rollouts.rollout_files import read_rows
+from megatron_rl.rollouts.rollout_files import describe_unread, read_rows
 from megatron_rl.rollouts.schedule import LagClock
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
@@ -209,11 +209,33 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
         ({"prompt": ["1", "2", "3", "3"]}, {}, r"rows 0 to 1 answer 2 prompts"),
         ({}, {"rollout": {"responses_per_prompt": 3}}, r"4 rows, no multiple of rollout\.resp"),
         ({"token_ids": [[1, 200]] * 4}, {}, r"row 0: a token lies outside the tokenizer's 100"),
+        ({"token_ids": [[1.5, 2.0]] * 4}, {}, r"row 0: token_ids must be whole numbers"),
+        ({"finish_reason": ["abort"] * 4}, {}, r"row 0: finish_reason is 'abort'; it must be one"),
+        ({"prompt_index": ["a"] * 4}, {}, r"row 0: prompt_index must be a whole number from 0"),
+        ({"rewards": [[1.0]] * 4}, {}, r"row 0: rewards must be a struct of numbers by name"),
+        ({"weight": [1.0, 0.0, 1.0, 1.0]}, {}, r"row 1: has weight=0\.0, which would have no eff"),
+        ({"page": [b"GIF89a"] * 4}, {}, r"row 0: has a value in the column page; models here"),
     ],
 )
 def test_unusable_rows_are_named(tmp_path, changes, sections, message):
     with pytest.raises(ConfigError, match=message):
         read_rollouts(config(table(tmp_path / "data.parquet", **changes), **sections))
+
+
+def test_words_for_the_end_and_columns_of_other_programs(tmp_path, monkeypatch):
+    """A file of another program: its words for a cut response, its system messages, its columns."""
+    ends = ["stop", "max_tokens", "LENGTH", None]
+    columns = {"finish_reason": ends, "score": [1, 2, 3, 4], "advantage": [0.5] * 4}
+    logprobs = [[-0.5, -0.1], [-0.5], [-0.5], [-0.5, -0.1, -0.1]]  # a cut response has no end
+    path = table(tmp_path / "data.parquet", **columns, rollout_logprobs=logprobs)
+    rollouts, _ = read_rollouts(config(path))
+    assert [one.response.finish_reason for one in rollouts] == ["stop", "length", "length", "stop"]
+    assert describe_unread(path).endswith("columns that nothing reads, with their rows: score (4)")
+    assert describe_unread(path, further=["score"]) == ""
+    monkeypatch.setattr(Letters, "apply_chat_template", lambda self, chat, **options: "<".join(
+        one["content"] for one in chat))  # fmt: skip
+    system = table(tmp_path / "system.parquet", system=["+="] * 4)
+    assert read_rollouts(config(system))[0][0].prompt.messages[0]["content"] == "+="
 
 
 def test_file_without_log_probs_needs_model_to_compute_them(tmp_path):
