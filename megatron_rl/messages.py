@@ -104,8 +104,8 @@ def _as_rows(value: Any) -> Any:
 def in_order_of_calls(messages: Sequence[Message]) -> list[Message]:
     """Return messages with the results of several calls in the order of the calls.
 
-    Results name their calls by ids, which most templates leave out: to the policy, the order says
-    which result belongs to which call. Results whose ids are not those of the calls stay.
+    Results name their calls by ids, which most templates leave out, so that the policy reads only
+    from the order which result belongs to which call. Results with other ids stay as they are.
     """
     ordered = list(messages)
     for place, message in enumerate(ordered):

@@ -73,8 +73,8 @@ def read_prompts(
     too_long: whether a prompt of more than `max_prompt_tokens` tokens is an error or left out;
     bad_rows: whether a malformed row is, or one that the template refuses; `echo` gets how many.
     template: by the chat template, with template_arguments next to the messages, or `raw`: the
-    messages' texts alone.
-    system_prompt: before the messages of every row. first: read this many rows only; None: all.
+    messages' texts alone. system_prompt: before the messages of every row. first: read this many
+    rows only; None: all.
     conversations: what reads rows that end with the assistant's answer, whose longest sequence is
     then limited by `max_prompt_tokens`, with the answer.
     Raises ValueError if the file cannot be read, is empty or without the columns, if a row is
@@ -82,11 +82,7 @@ def read_prompts(
     are in memory at once.
     """
     path = Path(path)
-    check_tokenizer(tokenizer, template=template)
-    if template == "raw":
-        check_raw(tokenizer)
-    else:
-        check_arguments(tokenizer, template_arguments or {})
+    _check_template(tokenizer, template, template_arguments or {})
     columns = columns or ColumnsSection()
     rows = read_distinct_rows(
         path, columns,
@@ -100,23 +96,26 @@ def read_prompts(
     )  # fmt: skip
     rows = unread.count(rows)
     longer = _TooLong(max_prompt_tokens)
+    options: dict[str, Any] = {"path": path, "longer": longer, "refused": refused}
     if conversations is not None:
-        prompts = _read_conversations(
-            rows, conversations, path=path, longer=longer, refused=refused
-        )
+        yield from _read_conversations(rows, conversations, **options)
     else:
-        prompts = _tokenize_prompts(
-            rows, tokenizer,
-            path=path, template=template, arguments=template_arguments or {}, longer=longer,
-            refused=refused,
-        )  # fmt: skip
-    yield from prompts
+        options |= {"template": template, "arguments": template_arguments or {}}
+        yield from _tokenize_prompts(rows, tokenizer, **options)
     if refused.count:
         echo(refused.describe(path, rows=longer.rows))
     if longer.count:
         echo(longer.refuse_or_describe(too_long, path=path))
     for line in unread.describe(path):
         echo(line)
+
+
+def _check_template(tokenizer: Any, template: Template, arguments: Mapping[str, Any]) -> None:
+    check_tokenizer(tokenizer, template=template)
+    if template == "raw":
+        check_raw(tokenizer)
+    else:
+        check_arguments(tokenizer, arguments)
 
 
 def _tokenize_prompts(

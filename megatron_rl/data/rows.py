@@ -272,11 +272,10 @@ def parse_answer(value: Any) -> str | None:
         return None
     if isinstance(value, int):
         return str(value)
-    number = value
-    if isinstance(value, float):
-        number = Decimal(value.text if isinstance(value, _Written) else repr(value))
-    if not number.is_finite() or not math.isfinite(value):
+    if not math.isfinite(value):
         return None
+    written = value.text if isinstance(value, _Written) else repr(value)
+    number = Decimal(written) if isinstance(value, float) else value
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text

@@ -339,21 +339,15 @@ def parse_rollout(
             f"{LARGEST_REWARD:g}"
         )
     _refuse_without_effect(row, further)
-    ending = _ENDINGS.get(str(row.get("finish_reason") or "stop").lower())
-    if ending is None:
-        raise UserError(
-            f"finish_reason is {row['finish_reason']!r:.40}; it must be one of "
-            f"{', '.join(_ENDINGS)}, or null for a response that ended by itself"
-        )
+    ending = _read_ending(row.get("finish_reason"))
     tokens = row.get("token_ids")
     if tokens is None:
         end = [] if ending == "length" else [tokenizer.eos_token_id]
         tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], *end]
     if not tokens:
         raise UserError("the response has no tokens")
-    for name, ids in (("token_ids", tokens), ("prompt_token_ids", prompt_ids)):
-        if not all(type(one) is int for one in ids):
-            raise UserError(f"{name} must be whole numbers, got {list(ids)!r:.60}")
+    if wrong := [one for one in (*prompt_ids, *tokens) if type(one) is not int]:
+        raise UserError(f"token_ids and prompt_token_ids must be whole numbers, got {wrong[0]!r}")
     observed, restarts = read_observed(row), read_restarts(row)
     sampled = _count_sampled(observed, len(tokens))
     _check_restarts(restarts, observed)
@@ -425,6 +419,17 @@ _ENDINGS: dict[str, FinishReason] = {
     "end_turn": "stop", "stop_sequence": "stop", "tool_use": "stop", "length": "length",
     "max_tokens": "length", "max_length": "length", "truncated": "length", "lost": "lost",
 }  # fmt: skip
+
+
+def _read_ending(value: Any) -> FinishReason:
+    """Return how a response ended; null is one that ended by itself."""
+    ending = _ENDINGS.get(str(value or "stop").lower())
+    if ending is None:
+        raise UserError(
+            f"finish_reason is {value!r:.40}; it must be one of {', '.join(_ENDINGS)}, or null for "
+            "a response that ended by itself"
+        )
+    return ending
 
 
 def _refuse_without_effect(row: Mapping[str, Any], further: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ LAYERS = {
     "config": {"objectives"},
     "workers": {"texts", "runtime"},
     "rewards": {"types", "texts", "config", "workers"},
-    "environments": {"types", "texts", "messages", "config", "rewards", "workers"},
+    "environments": {"types", "texts", "messages", "fields", "config", "rewards", "workers"},
     "data": {
         "types", "columns", "texts", "messages", "fields", "config", "runtime", "distributed",
         "rewards",
@@ -47,7 +47,7 @@ LAYERS = {
     "rollouts": {
         "types", "columns", "runtime", "config", "distributed", "objectives", "advantages", "data",
         "rewards", "models", "resharding", "actor", "engine", "telemetry", "runs", "messages",
-        "environments", "workers",
+        "environments", "workers", "fields",
     },
     "preflight": {"types", "runtime", "config", "data", "objectives", "models", "resharding",
                   "engine", "runs", "rewards", "rollouts", "environments", "workers",

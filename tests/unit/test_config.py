@@ -255,7 +255,7 @@ def test_space_that_is_missing_after_a_colon_is_named(tmp_path, space):
 
 
 def test_texts_with_commands_of_latex_end_responses(tmp_path):
-    config = load_config(write(tmp_path, MINIMAL), [r"rollout.stop=['\ne', '\text', \quad, \]]"])
+    config = load_config(write(tmp_path, MINIMAL), [r"rollout.stop=['\ne', '\text', \quad, '\']"])
     assert config.rollout.stop == [r"\ne", r"\text", r"\quad", "\\"]
 
 

@@ -660,9 +660,9 @@ def _read_membership(text: str) -> Assignment | None:
 def _read_inequality(text: str) -> Any:
     parts = split(text, _INEQUALITY)
     if len(parts) == 2 and not parts[0] and _PLAIN_NUMBER.fullmatch(parts[1]):
-        sign = _INEQUALITY.search(text)
-        if sign is not None and sign[0] != r"\ne ":
-            return half_line("", sign[0].strip(), read_tidy(parts[1]))  # of no named variable
+        bare = text[: -len(parts[1])].strip()
+        if bare != r"\ne":
+            return half_line("", bare, read_tidy(parts[1]))  # of a variable without a name
     if len(parts) == 1 or not all(parts) or "=" in text:
         return None
     signs = [match[0].strip() for match in _INEQUALITY.finditer(text)]
