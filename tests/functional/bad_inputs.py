@@ -203,7 +203,7 @@ DATA = [
     Case("a JSON array", ("train.jsonl is one JSON array", "json.load(open('train.jsonl'))"), (),
          write("train.jsonl", '[\n  {"prompt": "1 + 1", "answer": "2"}\n]')),
     Case("columns of eval.sets in sft", ("eval.sets.held: ", "train.jsonl has no column ",
-         "set, as an example, eval.sets.held.columns={prompt: prompt, answer: answer}"),
+         "set, as an example, eval.sets.held.columns={prompt: prompt, answer: solution}"),
          ("sft={}", "rollout.responses_per_prompt=1", "data.train=sft.jsonl",
           "eval.sets={held: train.jsonl}", "data.columns={prompt: prompt}"),
          both(write("sft.jsonl", json.dumps({"messages": [
