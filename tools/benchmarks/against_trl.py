@@ -189,6 +189,11 @@ def run_trl(name: str, task: Path, batches: int) -> dict:
     return {"rows": rows, "peak_gib": peak}
 
 
+def run_name(name: str, layout: str) -> str:
+    """Return a name for a run of a size that no earlier run has."""
+    return f"{name} {layout} {time.time_ns()}".replace(",", "").replace(" ", "-")
+
+
 def run_ours(
     name: str, task: Path, batches: int, layout: str, *, further: Sequence[str] = ()
 ) -> dict:
@@ -197,7 +202,7 @@ def run_ours(
     further: `key=value` settings that override these.
     """
     size = SIZES[name]
-    run = f"{name}-{layout.replace(',', '').replace(' ', '-')}-{time.time_ns()}"
+    run = run_name(name, layout)
     lag = int("lag.batches=1" in LAYOUTS[layout])  # the last step of such a run generates nothing
     own = [*size.settings]
     if name != "quickstart":  # whose KV cache of 64 MiB is too small for these batches

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
+from megatron_rl.config.sections import Name
 from tools.benchmarks import against_trl
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import (
@@ -427,6 +429,12 @@ def test_settings_of_windows_on_a_gpu_fit_whole_responses():
         )  # fmt: skip
         assert config.lag.partial_rollouts["every_tokens"] == window < tokens
         assert config.trainer.tokens_per_micro_batch >= config.data.max_prompt_tokens + tokens
+
+
+def test_runs_of_all_sizes_have_names():
+    names = [against_trl.run_name(size, layout) for size in against_trl.SIZES
+             for layout in against_trl.LAYOUTS]  # fmt: skip
+    assert len({*map(TypeAdapter(Name).validate_python, names)}) == len(names)
 
 
 def test_peers_compare_with_verl_where_it_is_installed(monkeypatch, tmp_path):
