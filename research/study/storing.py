@@ -50,8 +50,10 @@ def store_runs(study: Study, file: Path) -> str:
 def restore_runs(study: Study, file: Path) -> str:
     """Write a finished run directory of every stored run that has none; returns a line about it.
 
-    Raises ConfigError if a run was made with other settings than the study has.
+    Raises ConfigError without a file, or if a run was made with other settings than the study has.
     """
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; --store writes it once a run has finished")
     planned, written = {run.name: run for run in study.runs}, 0
     for name, rows in by_run(read_stored(file)).items():
         run = planned.get(name)
@@ -73,8 +75,16 @@ def restore_runs(study: Study, file: Path) -> str:
 
 
 def read_stored(file: Path) -> Rows:
-    """Return the rows of all stored runs, without empty cells."""
-    rows = pq.read_table(file).to_pylist() if file.is_file() else []
+    """Return the rows of all stored runs, without empty cells; none without a file.
+
+    Raises ConfigError for a file that is not Parquet.
+    """
+    try:
+        rows = pq.read_table(file).to_pylist() if file.is_file() else []
+    except pa.ArrowInvalid:
+        raise ConfigError(
+            f"{file} cannot be read as Parquet; give the file that --store has written"
+        ) from None
     return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 

@@ -65,6 +65,15 @@ def test_runs_of_other_settings_are_not_restored(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+def test_files_that_hold_no_runs_are_refused(tmp_path):
+    study, file = plan(tmp_path), tmp_path / "stored.parquet"
+    with pytest.raises(ConfigError, match="no such file; --store writes it once"):
+        restore_runs(study, file)
+    file.write_text("not Parquet")
+    with pytest.raises(ConfigError, match="cannot be read as Parquet; give the file that"):
+        restore_runs(study, file)
+
+
 def test_command_stores_and_restores(tmp_path, capsys):
     study, file = plan(tmp_path), tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump(study.file.model_dump()))
