@@ -426,14 +426,19 @@ def explain(
     others: returns messages about an unknown key of another program.
     """
     problems = []
+    by_place: dict[tuple[int | str, ...], list[Any]] = {}
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
+        by_place.setdefault(_place(item["loc"], model), []).append(item)
+    for place, items in by_place.items():
+        item = items[0] | {"loc": place}
+        key = ".".join(str(part) for part in place)
         is_over = any(f"{key}.".startswith(f"{one}.") or one.startswith(f"{key}.")
                       for one in overridden)  # fmt: skip
         is_here = file and key and not is_over
         line = find_line(find_file(str(file), "config"), item["loc"]) if is_here else None
         if item["type"] != "extra_forbidden":
-            found = [_explain(item, model)]
+            rules = [_rule(item, model) for item in items]
+            found = [_explain(item, _either(rules))]
         elif line and ANCHOR.match(line[1]):
             found = [
                 f"{key}: unknown key; an anchor (&) belongs to a setting: write it where its value "
@@ -449,10 +454,25 @@ def explain(
     return problems
 
 
-def _explain(item: Any, model: type[BaseModel]) -> str:
+def _place(location: tuple[int | str, ...], model: type[BaseModel]) -> tuple[int | str, ...]:
+    """Cut a location behind a setting of several types: pydantic adds the type that it tried."""
+    for end in range(1, len(location)):
+        field = _fields_at(location[: end - 1], model).get(str(location[end - 1]))
+        kind = field.annotation if field else None
+        if get_origin(kind) in (Union, UnionType) and len({*get_args(kind)} - {NoneType}) > 1:
+            return location[:end]
+    return location
+
+
+def _either(rules: list[str]) -> str:
+    """Join the rules of the types that a setting may have."""
+    return ", or ".join([rules[0], *(rule.removeprefix("must be ") for rule in rules[1:])])
+
+
+def _explain(item: Any, rule: str) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["loc"][-1:] == ("[key]",):
-        return f"{key.removesuffix('.[key]')}: its name {_rule(item, model)}"
+        return f"{key.removesuffix('.[key]')}: its name {rule}"
     if item["type"] == "missing":
         return f"{key}: missing; give it"
     if item["type"] == "value_error":
@@ -460,7 +480,7 @@ def _explain(item: Any, model: type[BaseModel]) -> str:
         if message.startswith(key):  # it already names its key
             return message.replace("\n", "\n  ")
         return f"{key}={_shown(item['input'])}: {message}"
-    return f"{key}={_shown(item['input'])}: {_rule(item, model)}"
+    return f"{key}={_shown(item['input'])}: {rule}"
 
 
 def _shown(value: Any) -> str:

@@ -99,6 +99,7 @@ SETTINGS = [
     ("eval.sets={a: {pth: b}}", "eval.sets.a.pth: unknown key; did you mean eval.sets.a.path?"),
     ("rollout.prompts_per_step=2.5", "rollout.prompts_per_step=2.5: must be a whole number"),
     ("run.check_memory=maybe", "run.check_memory='maybe': must be true or false"),
+    ("trainer.share_prompts=maybe", "s='maybe': must be true or false, or 'auto'"),
     ("optimizer.learning_rate=.inf", "optimizer.learning_rate=inf: must be a finite number"),
     ("run.resume=yes", "run.resume='yes': must be 'never' or 'auto'"),
     ("optimizer.learning_rate=true", "optimizer.learning_rate=true: must be a number"),
