@@ -1,9 +1,11 @@
 """State of each run of a study, read from its run directory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.config import Config, ConfigError, load_config, with_absolute_paths
+from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.files import is_finished, read_metrics
 from research.study.study_plan import PlannedRun, config_digest
 
@@ -29,13 +31,19 @@ def read_state(run: PlannedRun) -> RunState:
         return RunState(run, "new", rows)
     recorded = with_absolute_paths(load_config(run.folder / "config.yaml"))
     recorded = _without_chosen_at_start(recorded, planned=run.config)
-    if config_digest(recorded) != run.digest:
+    if config_digest(recorded) not in _digests(run):
         raise ConfigError(
             f"{run.folder} was run with other settings than the study now has; restore them "
             "(its config.yaml), give the study another name, or remove the folder"
         )
     done = is_finished(run.folder, steps=run.config.trainer.steps)
     return RunState(run, "done" if done else "begun", rows)
+
+
+def _digests(run: PlannedRun) -> Iterator[str]:
+    """Yield the digest of a run's settings, and that with the folders that its start found."""
+    yield run.digest
+    yield config_digest(resolve_hub_names(run.config)[0])
 
 
 def _without_chosen_at_start(recorded: Config, *, planned: Config) -> Config:

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ConfigError, dump_config
+from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runs.files import try_lock
 from megatron_rl.runtime.interruption import INTERRUPTED
 from research.study import running
@@ -29,6 +30,7 @@ from research.study.running import StudyProgress, opened, run_study, start_here
 from research.study.state import RunState, read_state
 from research.study.study_plan import StudyFile, plan_study
 from research.study.task_making import TaskMaker
+from tests.unit.preflight.test_gguf_models import model_of, write_gguf
 
 RUN = """
 import json, pathlib, sys, time
@@ -209,6 +211,17 @@ def test_run_of_other_settings_is_refused(tmp_path):
     other = plan(tmp_path, axes={"objective": {"pnpo": {"optimizer.beta2": 0.5}}})
     with pytest.raises(ConfigError, match="was run with other settings than the study now has"):
         read_state(other.runs[0])
+
+
+def test_run_that_names_the_folder_of_a_gguf_file_is_the_planned_one(tmp_path):
+    write_gguf(file := tmp_path / "model.gguf", model_of("llama"))
+    base = {"model": {"path": str(file)}, "data": {"train": "t"}, "trainer": {"steps": 2}}
+    study = plan(tmp_path, base=base)
+    Pretended(study, study.runs[0])._process.wait()
+    recorded = resolve_hub_names(study.runs[0].config)[0]
+    assert recorded.model.path != str(file)
+    (study.runs[0].folder / "config.yaml").write_text(dump_config(recorded))
+    assert read_state(study.runs[0]).state == "done"
 
 
 def test_results_hold_every_row_with_its_point_seed_and_digest(tmp_path):
