@@ -35,7 +35,8 @@ CLOSE_SECONDS = 3.0  # for `close()` of an environment
 EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
 _LEFT_SECONDS = 12.0  # for the ends of all processes when the trainer has closed the link
-_TRACKER_SECONDS = 1.0  # for Python's resource tracker, which removes shared memory as it ends
+# For Python's resource tracker, which removes shared memory as it ends; it may have to start first.
+_TRACKER_SECONDS = 5.0
 
 Message = dict[str, Any]
 

@@ -168,6 +168,7 @@ def test_run_with_engines_apart_killed_while_generating(folder):
     check_kill(folder, "apart", (*QUEUE, "parallel.engine_ranks=1"), same="queue", batch=3)
 
 
+@pytest.mark.slow
 def test_run_killed_while_generating_repeats_no_side_effect(runs):
     check_kill(runs, "killed", (), same="whole", batch=2)
 

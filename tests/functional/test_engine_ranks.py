@@ -161,6 +161,7 @@ def kill_rank(again, run, rank):
     assert f"rank {rank} was killed by signal 9" in process.read()
 
 
+@pytest.mark.slow
 def test_run_that_ends_on_either_side_equals_that_on_shared_ranks(tmp_path):
     """With windows that keep their cache, so that each end leaves responses that are not whole."""
     settings = ("lag.batches=2", "behavior=engine", "run.resume=auto", WINDOWS % "keep",

@@ -208,7 +208,7 @@ def check_started(root, layouts):
             torch.testing.assert_close(value, base[key] + update, rtol=0, atol=1e-4, msg=key)
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2_moe"])
+@pytest.mark.parametrize("model", ["qwen2", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 def test_layouts_equal_one_process(tmp_path, model):
     if model == "qwen2":
         make_model(tmp_path / model, tied=True)

@@ -64,6 +64,7 @@ def test_reward_is_1_for_right_answer_only(folder, monkeypatch):
     assert score("", "0567", "") == 0.0
 
 
+@pytest.mark.slow
 def test_commands_of_page_run(folder):
     train, rollouts, report, reuse, gspo, wider = commands()
     run(folder, [*train, *SMALL])

@@ -51,6 +51,7 @@ LAYOUTS = {
         ["gpt replay, selective", "next replay, selective"],
     ),
 }  # fmt: skip
+SLOW = ("tp2-cp2-ep2, delta nets", "tp2-pp2-ep2-etp1")
 
 
 def _train(root, topology, case, checkpoint):
@@ -210,10 +211,7 @@ def reports(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * name.endswith("delta nets"))
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
 )
 def test_updates_equal_those_of_one_process_without_recomputation(reports, layout):
     _, report = reports

@@ -212,6 +212,7 @@ def train_killed(*arguments, folder):
     return train(*arguments)
 
 
+@pytest.mark.slow
 def test_partial_rollouts_of_two_ranks_resume_with_tokens_on_other_ranks(tmp_path):
     """One engine of two ranks: each has half of the tokens, and both continue every response.
 

@@ -4,6 +4,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from megatron_rl.commands import doctor
 
 
@@ -11,6 +13,7 @@ def finding(part):
     return next(one for one in doctor.examine() if one.part == part)
 
 
+@pytest.mark.slow
 def test_doctor_lists_training_requirements_and_prints_nothing_before():
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.cli", "doctor"], capture_output=True, text=True,

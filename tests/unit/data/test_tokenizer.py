@@ -295,6 +295,7 @@ def test_rows_are_counted_without_reading_them(tmp_path):
     assert count_rows("hf:someone/something") == float("inf")
 
 
+@pytest.mark.slow
 def test_command_checks_run_without_torch():
     """Its import alone takes longer than all checks."""
     code = (

@@ -44,6 +44,7 @@ def test_tools_of_server_are_called_and_its_errors_are_answers():
     assert [one[-1].reward for one in answers] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_server_that_hangs_ends_with_its_call_and_any_with_its_conversation():
     with open_pool("Remote", 3.0) as pool:
         scripts = [[call("process"), call("fail", how="hang"), call("process"), "7"]]

@@ -109,6 +109,7 @@ def test_summary_is_dozen_of_same_numbers():
         policy_loss("pnpo", **given, metrics="few")
 
 
+@pytest.mark.slow
 def test_padded_objectives_need_only_torch():
     # A fresh interpreter in which importing anything heavy fails.
     import subprocess

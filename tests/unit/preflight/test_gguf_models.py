@@ -105,6 +105,7 @@ def test_digits_are_split_as_the_file_says(tmp_path, split, pieces):
     assert tokenizer.decode(tokenizer("a  12<|end|>").input_ids) == "a  12<|end|>"
 
 
+@pytest.mark.slow
 def test_quantized_file_is_read_once_and_described(tmp_path):
     """Q8_0 has a scale of half precision for 32 values of 8 bits."""
     model, lines = model_of("llama"), []

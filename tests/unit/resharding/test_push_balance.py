@@ -62,6 +62,7 @@ def test_small_round_for_loaders_has_a_block_of_every_expert_rank():
     assert found.over_ideal <= 2.0, (found.over_ideal, found.senders)
 
 
+@pytest.mark.slow
 def test_many_expert_ranks_send_few_messages_and_all_at_once(monkeypatch):
     """64 expert ranks of each of two stages: a round would have a message from each of them.
 
@@ -84,6 +85,7 @@ def test_many_expert_ranks_send_few_messages_and_all_at_once(monkeypatch):
     assert found.over_ideal <= 2.0 and found.senders > 0.8 * 256
 
 
+@pytest.mark.slow
 def test_planner_uses_the_largest_simulated_ratio():
     ratios = []
     for shape, actor, engine, _ in LAYOUTS:
@@ -109,6 +111,7 @@ def _over_mean(found):
     return found.time / found.into.sum(1).sum() * found.into.shape[1]
 
 
+@pytest.mark.slow
 def test_expert_ranks_of_one_engine_rank_take_turns_with_others(monkeypatch):
     """Eight neighbouring expert ranks of eight stages have the experts of one engine rank."""
     found = _largest()

@@ -57,6 +57,7 @@ def test_checkers_that_evaluate_answer_are_refused(name):
         open_task(name, seed=1, size=1)
 
 
+@pytest.mark.slow
 def test_generated_file_is_graded_by_checker_of_task(tmp_path):
     pytest.importorskip("reasoning_gym")
     file = tmp_path / "set.parquet"

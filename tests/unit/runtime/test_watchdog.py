@@ -193,6 +193,7 @@ def test_threads_are_distinguished():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_killed_watchdog_is_replaced_and_named(tmp_path):
     """By the rank that has started it: no later hang would end."""
     script = f"""

@@ -387,6 +387,7 @@ def test_check_of_what_was_mended_fails(monkeypatch, wrong):
         assert "error of two steps" in failing("mended", mended.check_mended)
 
 
+@pytest.mark.slow
 def test_peers_and_windows_compare_medians_of_the_counted_batches(monkeypatch, tmp_path):
     def rows(seconds):
         parts = {"generate": 1.0, "tokens": 30.0}

@@ -89,6 +89,7 @@ def test_bundle_installs_without_index_and_names_missing_wheels(bundle, tmp_path
     assert done.stdout == b"bundled_large\n"
 
 
+@pytest.mark.slow
 def test_damaged_part_is_found(bundle, tmp_path):
     shutil.copytree(bundle, tmp_path / "carried")
     part = next((tmp_path / "carried").rglob("bundled_large*.part001"))

@@ -387,6 +387,7 @@ with open_pool("Trouble") as pool:
 """
 
 
+@pytest.mark.slow
 def test_conversations_wait_while_the_system_has_no_room_for_processes(tmp_path):
     """As another user, to whom a limit applies: of 6, three are those of the pool and its user."""
     if os.getuid():
@@ -397,6 +398,7 @@ def test_conversations_wait_while_the_system_has_no_room_for_processes(tmp_path)
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"HOME": str(tmp_path)})
 
 
+@pytest.mark.slow
 def test_closed_standard_streams_of_the_run_change_nothing(tmp_path):
     program = f"""
 from tests.unit.workers.test_properties import expected, open_pool, play

@@ -17,9 +17,6 @@ CASES = {
             "trainer": {"recompute": "full"}, "critic": {},
         },
     ),
-    "virtual stages x data, critic": (
-        "dense", {"pipeline": 2, "virtual_stages": 2}, {"critic": {"length_alpha": 0.1}},
-    ),
     "experts x tensor, adapters, KL": (
         "experts", {"tensor": 2, "expert": 2}, {
             "lora": {"rank": 4}, "optimizer": {"learning_rate": 1e-4},
@@ -33,6 +30,9 @@ CASES = {
     ),
 }  # fmt: skip
 FURTHER = {
+    "virtual stages x data, critic": (
+        "dense", {"pipeline": 2, "virtual_stages": 2}, {"critic": {"length_alpha": 0.1}},
+    ),
     "experts x context, KL": (
         "experts", {"context": 2, "expert": 4}, {"objective": {"name": "grpo", "kl": {
             "estimator": "k3", "coefficient": 0.1}}},

@@ -78,6 +78,7 @@ def test_progress_has_the_time_left_at_the_pace_of_the_last_steps(tmp_path):
     assert describe_progress(found) == f"{last} steps" and not is_finished(found)
 
 
+@pytest.mark.slow
 def test_page_that_is_watched_is_read_again_until_the_run_is_finished(
     tmp_path, monkeypatch, capsys
 ):
