@@ -148,14 +148,15 @@ class Critic(TrainedModel):
         self,
         micro_batches: Sequence[TokenBatch],
         rewards: Sequence[Tensor],
+        ends: Sequence[Tensor],
         cut: Sequence[Tensor],
         *,
         settings: GaeSettings,
     ) -> list[Tensor]:
         """Compute values, advantages and targets of each pack; [T, 3], 0 off the mask. Collective.
 
-        rewards: [T] of each pack. cut: [R], True for responses that the limit of length cut. Values
-        that packs have already are kept.
+        rewards: [T] of each pack. ends: [T], True at the last token of each turn. cut: [R], True
+        for responses that the limit of length cut. Values that packs have already are kept.
         """
         self._check(micro_batches)
         with megatron_runtime(), torch.no_grad():
@@ -163,9 +164,14 @@ class Critic(TrainedModel):
             packs = [self.packs.prepare(batch) for batch in micro_batches]
             local = []
             for index, own in enumerate(values):  # none on stages before the last one
-                pack, reward, is_cut = packs[index], rewards[index], cut[index]
+                pack = packs[index]
                 targets = compute_targets(
-                    pack.layout, own, pack.shard(reward), cut=pack.spread(is_cut), settings=settings
+                    pack.layout,
+                    own,
+                    pack.shard(rewards[index]),
+                    ends=pack.shard(ends[index]),
+                    cut=pack.spread(cut[index]),
+                    settings=settings,
                 )
                 local.append(torch.stack((own, targets.advantages, targets.returns)))
         layouts = [pack.layout for pack in packs]

@@ -47,39 +47,25 @@ class ValueTargets:
     returns: Tensor  # targets of the values: advantages by target_lambda plus values
 
 
-def ends_of_turns(layout: SequenceLayout) -> Tensor:
-    """Mask of the last decision of each turn of the policy; [t] bool.
-
-    A turn ends where the next token of its sequence is not sampled, or belongs to another sequence.
-    """
-    full = layout.full_mask
-    ends = torch.tensor(layout.lengths, device=full.device).cumsum(0) - 1
-    following = torch.cat((full[1:], full.new_zeros(1)))
-    following[ends] = False
-    for child, parent in enumerate(layout.parents):
-        if parent == child - 1 >= 0:  # the same sequence, cut where a later history leaves it
-            first = int(ends[parent]) + 1 - layout.lengths[parent]
-            following[first + layout.used[parent] - 1] = full[int(ends[parent]) + 1]
-    return layout.shard(full & ~following)
-
-
 def compute_targets(
     layout: SequenceLayout,
     values: Tensor,
     rewards: Tensor,
     *,
+    ends: Tensor,
     cut: Tensor,
     settings: GaeSettings,
 ) -> ValueTargets:
     """Compute advantages and targets of values by generalized advantage estimation. Collective.
 
-    values, rewards: [t]; a reward belongs to the decision that it follows. cut [t] is True in
-    responses that a limit of length cut: what would have followed counts as their last value. A
+    values, rewards: [t]; a reward belongs to the decision that it follows. ends [t] is True at the
+    last decision of each turn of the policy, which a layout does not show: a sequence may end where
+    another one continues it. cut [t] is True in responses that a limit of length cut: what would have followed counts as their last value. A
     reward at the cut is an end instead: with both, and gamma 1, the last value would have to be
     itself plus that reward, and would grow without bound.
     """
     one = torch.ones((), dtype=torch.float64, device=values.device)
-    counts = ends_of_turns(layout) if settings.discount == "turn" else torch.ones_like(layout.mask)
+    counts = ends if settings.discount == "turn" else torch.ones_like(layout.mask)
     gamma = torch.where(counts, settings.gamma * one, one)
     lambdas = settings.gae_lambda * torch.ones_like(gamma)
     if settings.length_alpha is not None:

@@ -28,9 +28,21 @@ def token_rewards(rollout: Rollout, config: Config) -> np.ndarray:
     """Return the reward that follows each sampled token; [L] float32."""
     rewards = np.zeros(rollout.response.length, np.float64)
     if len(rewards):
-        ends = np.maximum(np.cumsum(rollout.response.turn_lengths) - 1, 0)
-        np.add.at(rewards, ends, turn_rewards(rollout, config))
+        np.add.at(rewards, _last_tokens(rollout), turn_rewards(rollout, config))
     return rewards.astype(np.float32)
+
+
+def ends_of_turns(rollout: Rollout) -> np.ndarray:
+    """Return True for the last sampled token of each turn of the policy; [L] bool."""
+    ends = np.zeros(rollout.response.length, bool)
+    if len(ends):
+        ends[_last_tokens(rollout)] = True
+    return ends
+
+
+def _last_tokens(rollout: Rollout) -> np.ndarray:
+    """Return the last sampled token of each turn, of one without tokens that before it; [turns]."""
+    return np.maximum(np.cumsum(rollout.response.turn_lengths) - 1, 0)
 
 
 def score_values(
@@ -46,15 +58,21 @@ def score_values(
     if not resumed:
         batch = batch.with_columns(values=[None] * len(batch.packs))
     packs, rollouts = batch.packs, batch.rollouts
-    rows: list[np.ndarray | None] = [None] * len(rollouts)
+    rewards: list[np.ndarray | None] = [None] * len(rollouts)
+    ends: list[np.ndarray | None] = [None] * len(rollouts)
     for index in batch.own_rollouts:
-        rows[index] = token_rewards(rollouts[index], config)
+        rewards[index] = token_rewards(rollouts[index], config)
+        ends[index] = ends_of_turns(rollouts[index]).astype(np.float32)
     cut = [
         torch.tensor([i != FILLER and is_truncated(rollouts[i]) for i in pack.rollout_indices])
         for pack in packs
     ]
     targets = critic.compute_targets(
-        packs, scatter_to_packs(packs, rows), cut, settings=GaeSettings.of(config.critic)
+        packs,
+        scatter_to_packs(packs, rewards),
+        [one.bool() for one in scatter_to_packs(packs, ends)],
+        cut,
+        settings=GaeSettings.of(config.critic),
     )
     columns = [[one[:, place].contiguous() for one in targets] for place in range(3)]
     values, advantages, returns = columns

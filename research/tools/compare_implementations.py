@@ -314,7 +314,8 @@ def compare_values(functions: dict[str, Any]) -> float:
         theirs = [advantages[mask], returns[mask], loss, torch.autograd.grad(loss, predicted)[0]]
         layout = SequenceLayout((mask.shape[1],) * len(mask), mask.flatten())
         own = compute_targets(
-            layout, values.flatten(), rewards.flatten(), cut=torch.zeros(mask.numel(), dtype=bool),
+            layout, values.flatten(), rewards.flatten(), ends=layout.mask,
+            cut=torch.zeros(mask.numel(), dtype=bool),
             settings=GaeSettings(gamma=0.97, gae_lambda=0.9, target_lambda=0.9),
         )  # fmt: skip
         leaf = predicted.detach().clone().requires_grad_()

@@ -48,11 +48,12 @@ def run_critic(model, topology, settings, rollouts, plan, folder):
     packs = minibatch.micro_batches
     rows = [torch.tensor(row).numpy() for row in rewards_of(rollouts)]
     rewards = scatter_to_packs(packs, rows)
+    ends = [pack.response_mask for pack in packs]  # not read: gamma counts tokens
     cut = [torch.tensor([i in CUT for i in pack.rollout_indices]) for pack in packs]
     gae = GaeSettings(GAMMA, LAMBDA, TARGET_LAMBDA)
 
     def by_rollout():
-        targets = critic.compute_targets(packs, rewards, cut, settings=gae)
+        targets = critic.compute_targets(packs, rewards, ends, cut, settings=gae)
         columns = [
             gather_by_rollout(
                 packs, [one[:, k].contiguous() for one in targets],
@@ -99,9 +100,10 @@ def run_adapted_critic(model, topology, settings, rollouts, plan, folder):
     (minibatch,) = plan(critic, rollouts, torch.ones(len(rollouts)), minibatches=1)
     packs = minibatch.micro_batches
     rewards = scatter_to_packs(packs, [torch.tensor(row).numpy() for row in rewards_of(rollouts)])
+    ends = [pack.response_mask for pack in packs]
     cut = [torch.zeros(len(pack.rollout_indices), dtype=bool) for pack in packs]
     gae, losses = GaeSettings(GAMMA, LAMBDA, TARGET_LAMBDA), []
-    first = critic.compute_targets(packs, rewards, cut, settings=gae)
+    first = critic.compute_targets(packs, rewards, ends, cut, settings=gae)
     for pack, one in zip(packs, first, strict=True):
         pack.values, pack.returns = one[:, 0], one[:, 2]
     for number in range(3):
@@ -117,9 +119,8 @@ def run_adapted_critic(model, topology, settings, rollouts, plan, folder):
     assert all(torch.equal(tensors[name], value) for name, value in frozen.items())
     for pack in packs:
         pack.values = None
-    values = [
-        one[:, 0].contiguous() for one in critic.compute_targets(packs, rewards, cut, settings=gae)
-    ]
+    last = critic.compute_targets(packs, rewards, ends, cut, settings=gae)
+    values = [one[:, 0].contiguous() for one in last]
     rows = gather_by_rollout(packs, values, count=len(rollouts), topology=topology)
     assert losses[2] < 0.9 * losses[0]
     return {"losses": losses, "values": [row.tolist() for row in rows]}

@@ -99,7 +99,8 @@ def _value(rank, world_size, root, name, folder, lora):
     cut = [torch.zeros(len(pack.rollout_indices), dtype=torch.bool) for pack in packs]
 
     def compute():
-        targets = critic.compute_targets(packs, rows, cut, settings=GaeSettings())
+        ends = [pack.response_mask for pack in packs]
+        targets = critic.compute_targets(packs, rows, ends, cut, settings=GaeSettings())
         for pack, one in zip(packs, targets, strict=True):
             pack.values, pack.returns = one[:, 0].contiguous(), one[:, 2].contiguous()
         values = [pack.values for pack in packs]

@@ -252,7 +252,8 @@ def check_critic(row):
         settings = GaeSettings(1.0, 0.95, 1.0)
 
         def score():
-            return critic.compute_targets(packs, rewards, cut, settings=settings)
+            ends = [pack.response_mask for pack in packs]
+            return critic.compute_targets(packs, rewards, ends, cut, settings=settings)
 
         for pack, one in zip(packs, score(), strict=True):
             pack.values, pack.returns = one[:, 0], one[:, 2]

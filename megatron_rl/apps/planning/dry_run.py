@@ -204,8 +204,10 @@ def _train_critic(config: Config, actor: MegatronActor, minibatch: Minibatch, me
     critic.wake_up()
     packs = minibatch.micro_batches
     rewards = [torch.zeros(len(pack.tokens)) for pack in packs]
+    ends = [pack.response_mask for pack in packs]
     cut = [torch.zeros(len(pack.lengths), dtype=torch.bool) for pack in packs]
-    targets = critic.compute_targets(packs, rewards, cut, settings=GaeSettings.of(config.critic))
+    settings = GaeSettings.of(config.critic)
+    targets = critic.compute_targets(packs, rewards, ends, cut, settings=settings)
     for pack, one in zip(packs, targets, strict=True):
         pack.values, _, pack.returns = one.unbind(1)
     critic.update(minibatch, clip=config.critic.value_clip)

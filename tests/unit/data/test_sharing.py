@@ -20,6 +20,7 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives import TokenInputs, build_objective
 from megatron_rl.objectives.values import GaeSettings, compute_targets
+from megatron_rl.rollouts.values import ends_of_turns
 from megatron_rl.trainer.route_files import token_keys
 from megatron_rl.types import GradeResult, Prompt, Response, Rollout
 from tests.unit.objectives.mutate import mutated
@@ -28,8 +29,11 @@ VOCAB, HIDDEN, HEADS, LAYERS = 40, 16, 2, 2
 ALWAYS = Sharing(1.0, always=True)
 
 
-def make_rollouts(seed=0, *, groups=2, samples=4, system=9, longest=30):
-    """Groups whose prompts begin alike; one response in three keeps and replaces its history."""
+def make_rollouts(seed=0, *, groups=2, samples=4, system=9, longest=30, goes_on=False):
+    """Groups whose prompts begin alike; one response in three keeps and replaces its history.
+
+    goes_on: a replaced history has another last token, and nothing more.
+    """
     draw = np.random.default_rng(seed)
     shared, rollouts = draw.integers(0, VOCAB, system).tolist(), []
     for group in range(groups):
@@ -39,9 +43,10 @@ def make_rollouts(seed=0, *, groups=2, samples=4, system=9, longest=30):
             tokens = draw.integers(0, VOCAB, draw.integers(1, longest)).tolist()
             places = {}
             if sample % 3 == 2:
-                kept = [*ids, *tokens][: len(ids) + len(tokens) // 2]
-                observed = (len(tokens), len(tokens) + len(kept) + 2)
-                tokens += [*kept, 1, 2, *draw.integers(0, VOCAB, 4).tolist()]
+                kept = [*ids, *tokens][: len(ids) + len(tokens) // 2] + [1]
+                kept = [*ids, *tokens[:-1]] if goes_on else kept
+                observed = (len(tokens), len(tokens) + len(kept) + 1)
+                tokens += [*kept, 2, *draw.integers(0, VOCAB, 4).tolist()]
                 places = {"observed": (observed,), "restarts": observed[:1]}
             length = len(tokens) - sum(end - first for first, end in places.get("observed", ()))
             response = Response(
@@ -196,10 +201,12 @@ def test_mistakes_are_caught(mistake):
             return
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
 @pytest.mark.parametrize("discount", ["token", "turn"])
-def test_advantages_of_a_critic_are_those_of_whole_sequences(discount):
-    """Also where a replaced history shares its beginning with the one before it."""
-    rollouts, draw, found = make_rollouts(2, samples=6), np.random.default_rng(3), []
+def test_advantages_of_a_critic_are_those_of_whole_sequences(discount, goes_on):
+    """Also where a replaced history shares its beginning, or all, with the one before it."""
+    rollouts = make_rollouts(2, samples=6, goes_on=goes_on)
+    draw, found = np.random.default_rng(3), []
     values, rewards = (
         [draw.normal(size=one.response.length).astype(np.float32) for one in rollouts]
         for _ in range(2)
@@ -208,14 +215,17 @@ def test_advantages_of_a_critic_are_those_of_whole_sequences(discount):
     for sharing in (None, ALWAYS):
         packs = plan(rollouts, sharing).micro_batches
         rows = [None] * len(rollouts)
-        both = (packing.scatter_to_packs(packs, each) for each in (values, rewards))
-        for pack, value, reward in zip(packs, *both, strict=True):
+        ends = [ends_of_turns(one).astype(np.float32) for one in rollouts]
+        each = (packing.scatter_to_packs(packs, one) for one in (values, rewards, ends))
+        for pack, value, reward, end in zip(packs, *each, strict=True):
             layout = SequenceLayout(
                 pack.sequence_lengths, pack.response_mask, joined=pack.joined,
                 parents=pack.parents, used=pack.used,
             )  # fmt: skip
             cut = torch.zeros_like(pack.response_mask)
-            targets = compute_targets(layout, value, reward, cut=cut, settings=settings)
+            targets = compute_targets(
+                layout, value, reward, ends=end.bool(), cut=cut, settings=settings
+            )
             for index, part, mask in zip(
                 pack.rollout_indices, targets.advantages.split(list(pack.lengths)),
                 pack.response_mask.split(list(pack.lengths)), strict=True,

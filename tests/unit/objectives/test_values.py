@@ -10,7 +10,6 @@ from megatron_rl.objectives.values import (
     GaeSettings,
     ValueStatistics,
     compute_targets,
-    ends_of_turns,
     value_loss,
 )
 from megatron_rl.types import Denominators
@@ -32,8 +31,9 @@ TURNS = [[[1, 2], [4], [6, 7]], [[10, 11, 12]]]
 def example():
     generator = torch.Generator().manual_seed(2)
     values, rewards = torch.randn(2, len(MASK), generator=generator)
-    cut = torch.tensor([False] * 9 + [True] * 5)
-    return SequenceLayout(LENGTHS, MASK), values, rewards, cut
+    ends, cut = torch.zeros(14).bool(), torch.tensor([False] * 9 + [True] * 5)
+    ends[[turn[-1] for turns in TURNS for turn in turns]] = True
+    return SequenceLayout(LENGTHS, MASK), values, rewards, {"ends": ends, "cut": cut}
 
 
 def targets_by_loop(values, rewards, cut, *, lam, gamma, by_turn):
@@ -55,10 +55,11 @@ def targets_by_loop(values, rewards, cut, *, lam, gamma, by_turn):
 @pytest.mark.parametrize("alpha", [None, 0.9])
 @pytest.mark.parametrize("reward_at_cut", [0.0, -0.5])
 def test_targets_equal_the_loop(discount, alpha, reward_at_cut):
-    layout, values, rewards, cut = example()
+    layout, values, rewards, turns = example()
     rewards[12] = reward_at_cut
     settings = GaeSettings(0.9, 0.7, 0.8, alpha, discount)
-    found = compute_targets(layout, values, rewards, cut=cut, settings=settings)
+    found = compute_targets(layout, values, rewards, **turns, settings=settings)
+    cut = turns["cut"]
     lists = [x.double().tolist() for x in (values, rewards)]
     common = {"gamma": 0.9, "by_turn": discount == "turn"}
     policy = (
@@ -76,19 +77,12 @@ def test_targets_equal_the_loop(discount, alpha, reward_at_cut):
 @pytest.mark.parametrize(("reward", "limit"), [(1.0, 1.0), (-0.5, -0.5), (0.0, 0.3)])
 def test_values_of_cut_responses_stay_bounded(reward, limit):
     """Values fitted to their own targets again and again, with gamma 1."""
-    layout, values, rewards, cut = example()
+    layout, values, rewards, turns = example()
     rewards[10:13] = torch.tensor([0.0, 0.0, reward])
     values[12] = 0.3
     for _ in range(50):
-        values = compute_targets(layout, values, rewards, cut=cut, settings=GaeSettings()).returns
+        values = compute_targets(layout, values, rewards, **turns, settings=GaeSettings()).returns
     assert values[10:13].tolist() == pytest.approx([limit] * 3)
-
-
-def test_turns_end_before_observations_and_at_the_end_of_a_sequence():
-    layout, *_ = example()
-    assert ends_of_turns(layout).nonzero().squeeze(1).tolist() == [2, 4, 7, 12]
-    full = SequenceLayout((2, 2), torch.ones(4).bool(), joined=(2,))
-    assert ends_of_turns(full).tolist() == [False, True, False, True]
 
 
 def test_loss_is_ppos_clipped_loss_and_its_gradient_ends_outside():
@@ -169,6 +163,7 @@ def test_expected_policy_gradient_over_all_responses(critic, lam, is_exact):
         layout,
         values[task.states].reshape(-1),
         rewards.reshape(-1),
+        ends=layout.mask,
         cut=torch.zeros_like(layout.mask),
         settings=GaeSettings(gamma=1.0, gae_lambda=lam, target_lambda=1.0),
     )
@@ -191,8 +186,9 @@ def test_equals_numbers_of_verl():
     layout = SequenceLayout((6, 6), mask.flatten())
     settings = GaeSettings(gamma=0.9, gae_lambda=0.8, target_lambda=0.8)
     found = compute_targets(
-        layout, values.flatten(), rewards.flatten(), cut=torch.zeros(12).bool(), settings=settings
-    )
+        layout, values.flatten(), rewards.flatten(), ends=layout.mask, cut=torch.zeros(12).bool(),
+        settings=settings,
+    )  # fmt: skip
     own = mask.flatten()
     advantages = [0.6011248, 1.84184, -0.1155, 0.725, 2.5, -0.12, 1.5]
     returns = [1.1011248, 1.59184, 0.6345, 0.85, 2.0, 0.88, 1.0]
