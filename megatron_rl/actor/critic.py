@@ -78,6 +78,7 @@ class Critic(TrainedModel):
     """
 
     model_class = ValueModel
+    update_routing = "own"  # the routes of packs are the policy's
 
     def __init__(
         self,
@@ -182,7 +183,11 @@ class Critic(TrainedModel):
         known = [batch.values for batch in micro_batches]
         if any(one is None for one in known):
             values = self._run(
-                micro_batches, _keep_values, forward_only=True, outputs=HeadOutputs()
+                micro_batches,
+                _keep_values,
+                forward_only=True,
+                outputs=HeadOutputs(),
+                routing=self.update_routing,
             )
             return values[: len(micro_batches)]
         if not self.topology.is_last_stage:

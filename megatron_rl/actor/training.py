@@ -23,7 +23,7 @@ from megatron_rl.actor.memory import TrainingState, optimizer_parts
 from megatron_rl.actor.model import HeadOutputs, PolicyModel
 from megatron_rl.actor.pace import Pace
 from megatron_rl.actor.packs import LocalPack, PackCache
-from megatron_rl.actor.routing import RoutingRecorder
+from megatron_rl.actor.routing import Routing, RoutingRecorder
 from megatron_rl.actor.scoring import ScoringModel
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.weights import check_finite, load_model, named_parameters
@@ -133,6 +133,8 @@ class TrainedModel(ScoringModel):
     """
 
     model_class: type[PolicyModel] = PolicyModel  # of its chunks
+    # Of updates: "own" for a model that has not recorded the routes of the packs
+    update_routing: Routing = "default"
 
     def __init__(
         self,
@@ -191,7 +193,13 @@ class TrainedModel(ScoringModel):
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self.pace.mark()
-            reports = self._run(micro_batches, loss, forward_only=False, outputs=outputs)
+            reports = self._run(
+                micro_batches,
+                loss,
+                forward_only=False,
+                outputs=outputs,
+                routing=self.update_routing,
+            )
             statistics = reduce(reports)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]

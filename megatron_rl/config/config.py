@@ -397,6 +397,11 @@ class Config(Section):
         return self.trainer.epochs * self.trainer.minibatches
 
     @property
+    def first_policy_step(self) -> int:
+        """First step that trains the policy: earlier steps train the critic alone."""
+        return 1 + (0 if self.critic is None else self.critic.warmup_steps)
+
+    @property
     def warmup_updates(self) -> int:
         """Optimizer updates until the learning rate reaches its full value."""
         return round(self.optimizer.warmup_steps * self.updates_per_step)

@@ -652,8 +652,8 @@ class CriticSection(Section):
     """Step that `gamma` and the lambdas count: a sampled token, or a turn of the policy, within
     which both are then 1."""
     value_clip: Positive | None = 0.5
-    """Largest change of a value, in units of reward, from the time of its rollout that the value
-    loss rewards; null disables clipping."""
+    """Largest change of a value within a step, in units of reward, that the value loss rewards;
+    null disables clipping."""
     whiten: bool = True
     """Shift and scale the advantages of each minibatch to mean 0 and standard deviation 1 over its
     sampled tokens."""

@@ -60,9 +60,9 @@ def compute_targets(
 
     values, rewards: [t]; a reward belongs to the decision that it follows. ends [t] is True at the
     last decision of each turn of the policy, which a layout does not show: a sequence may end where
-    another one continues it. cut [t] is True in responses that a limit of length cut: what would have followed counts as their last value. A
-    reward at the cut is an end instead: with both, and gamma 1, the last value would have to be
-    itself plus that reward, and would grow without bound.
+    another one continues it. cut [t] is True in responses that a limit of length cut: what would
+    have followed counts as their last value. A reward at the cut is an end instead: with both, and
+    gamma 1, the last value would have to be itself plus that reward, and would grow without bound.
     """
     one = torch.ones((), dtype=torch.float64, device=values.device)
     counts = ends if settings.discount == "turn" else torch.ones_like(layout.mask)
@@ -151,7 +151,7 @@ def value_loss(
 ) -> tuple[Tensor, ValueStatistics]:
     """Compute max((V - R)^2, (clip(V) - R)^2) / 2, over all tokens of the minibatch; [t].
 
-    PPO's clipped value loss: clip(V) is within `clip` of the value at the time of the rollout, so
+    PPO's clipped value loss: clip(V) is within `clip` of the value at the start of the step, so
     that a value that has moved further gets no gradient. None: no clipping.
     """
     mask = layout.mask

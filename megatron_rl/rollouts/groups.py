@@ -30,8 +30,12 @@ NOT_GRADED = {*UNGRADED, *FAILURE_REASONS.values()}
 
 def shape_reward(rollout: Rollout, config: Config) -> float:
     """Reward of a rollout after `shaping`; without it the reward of the grader."""
+    return _shape(rollout.grade_result.reward, rollout, config)
+
+
+def _shape(reward: float, rollout: Rollout, config: Config) -> float:
+    """Return a reward, of a rollout or its last turn, after `shaping`."""
     shaping, limit = config.shaping, config.rollout.max_response_tokens
-    reward = rollout.grade_result.reward
     # 0 is halfway between wrong and right: a failure to grade is not an error of the response.
     if shaping.signed and is_graded(rollout):
         reward = 2 * reward - 1
@@ -140,11 +144,14 @@ def _turn_returns(rollouts: Sequence[Rollout], config: Config) -> Tensor:
 
 
 def turn_rewards(rollout: Rollout, config: Config) -> list[float]:
-    """Return the training reward of each turn; they sum to that of the response."""
-    *earlier, _ = rollout.turn_rewards
+    """Return the training reward of each turn; they sum to that of the response.
+
+    Each is exact: a last turn without a reward has 0, and not the rounding error of a sum.
+    """
+    *earlier, last = rollout.turn_rewards
     if config.shaping.signed and is_graded(rollout):
         earlier = [2 * reward for reward in earlier]
-    return [*earlier, shape_reward(rollout, config) - math.fsum(earlier)]
+    return [*earlier, _shape(last, rollout, config)]
 
 
 def _advantages(

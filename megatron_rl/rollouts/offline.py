@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -374,11 +375,14 @@ def parse_rollout(
         further=others,
     )
     source = replace(source, index=response.prompt_index)
+    turns = _turn_rewards(row.get(TURN_REWARDS) or [], response.turns, float(reward))
     grade_result = GradeResult(
-        float(reward), row.get("reason") or "", row.get("extracted"),
+        math.fsum(turns) if turns else float(reward),
+        row.get("reason") or "",
+        row.get("extracted"),
         rewards=_named_rewards(row.get("rewards")),
-        turn_rewards=_turn_rewards(row.get(TURN_REWARDS) or [], response.turns),
-    )  # fmt: skip
+        turn_rewards=turns,
+    )
     return Rollout(source, response, grade_result)
 
 
@@ -496,11 +500,18 @@ def _further(values: Any, name: str, count: int) -> np.ndarray:
     return array
 
 
-def _turn_rewards(rewards: Sequence[float], turns: int) -> list[float]:
+def _turn_rewards(rewards: Sequence[float], turns: int, total: float) -> list[float]:
+    """Return the rewards of turns; UserError unless they sum to the reward, which is a float32."""
     if len(rewards) not in (0, turns) or None in map(as_number, rewards):
         raise UserError(
             f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a number "
             f"of at most {LARGEST_REWARD:g} for each, or none"
+        )
+    largest = max(map(abs, rewards), default=0.0)
+    if rewards and abs(math.fsum(rewards) - total) > 1e-6 * max(largest, abs(total)):
+        raise UserError(
+            f"{TURN_REWARDS} sum to {math.fsum(rewards):g}, but reward is {total:g}: it must be "
+            "their sum; correct one, or leave out the rewards of turns"
         )
     return list(rewards)
 

@@ -64,17 +64,20 @@ class CheckpointFolders:
         return partial
 
     def complete(
-        self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any], skipped: int = 0
-    ) -> None:
+        self, step: int, *, sums: Mapping[str, str], digests: Sequence[Any], skipped: int = 0,
+        skipped_by_critic: int = 0,
+    ) -> None:  # fmt: skip
         """Write a checkpoint's manifest, then rename it into place, replacing an older checkpoint.
 
         sums: SHA-256 of every file by name. digests: digest of each rank's tensors.
-        skipped: number of consecutive skipped updates just before the checkpoint.
+        skipped: number of consecutive skipped updates of the policy just before the checkpoint;
+        skipped_by_critic: of the critic.
         """
         partial = self.partial(step)
         files = {name: {"bytes": (partial / name).stat().st_size, "sha256": sums[name]}
                  for name in sorted(sums)}  # fmt: skip
         state = {**stamp(), "step": step, "run": self._run(), "skipped_in_a_row": skipped,
+                 "critic_skipped_in_a_row": skipped_by_critic,
                  "files": files, "digests": list(digests)}  # fmt: skip
         (partial / MANIFEST).write_text(json.dumps(state, indent=1), encoding="utf-8")
         flush_to_disk(partial / MANIFEST)

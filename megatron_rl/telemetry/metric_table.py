@@ -57,7 +57,7 @@ STEP = (
     Metric(("train/computed_fraction",), "0..1", "responses that went through the actor", "all"),
     Metric(("train/updates",), "", "optimizer updates of the step"),
     Metric(("train/updates_skipped",), "", "updates skipped for a value that was not finite; should stay 0"),
-    Metric(("train/early_stopped",), "0 or 1", "1 if `early_stopping` ended the reuse of the batch"),
+    Metric(("train/early_stopped",), "0 or 1", "1 if `early_stopping` ended the reuse of the batch, or `critic.warmup_steps` left the policy as it is"),
     Metric(("train/masked_fraction",), "0..1", "responses excluded by `shaping.truncated: mask`", "all"),
     Metric(("train/shared_rows_fraction",), "0..1", "rows of packs that [common beginnings](shared-prompts.md) save", "all"),
     Metric(("reward/shaped_mean",), "", "mean reward after `shaping`", "all"),

@@ -36,7 +36,8 @@ def build_actor_settings(config: Config, topology: Topology) -> ActorSettings:
     return ActorSettings(
         optimizer=config.optimizer,
         warmup_updates=config.warmup_updates,
-        total_updates=config.trainer.steps * config.updates_per_step,
+        total_updates=(config.trainer.steps + 1 - config.first_policy_step)
+        * config.updates_per_step,
         dtype=compute_dtype(config, topology),
         recompute=config.trainer.recompute,
         share_prompts=config.trainer.share_prompts,
@@ -66,7 +67,10 @@ def build_critic(config: Config, actor: MegatronActor) -> Critic | None:
         update={"learning_rate": rate, "min_learning_rate": lowest}
     )
     settings = replace(
-        build_actor_settings(config, topology), optimizer=optimizer, lora=section.lora
+        build_actor_settings(config, topology),
+        optimizer=optimizer,
+        total_updates=config.trainer.steps * config.updates_per_step,
+        lora=section.lora,
     )
     critic = Critic(
         folder, topology=topology, settings=settings, on_micro_batch=actor.packs.on_prepare

@@ -169,7 +169,10 @@ class CheckpointKeeper:
                     "move the folder away to resume from the previous checkpoint"
                 ) from error
             # Missing in checkpoints of earlier releases.
-            self.faults.in_a_row = manifest.get("skipped_in_a_row", 0)
+            self.faults.in_a_row = {
+                "policy": manifest.get("skipped_in_a_row", 0),
+                "critic": manifest.get("critic_skipped_in_a_row", 0),
+            }
         saved, mine = manifest["digests"], self._digest(actor)
         stated = saved[self.rank] if self.rank < len(saved) else {}
         # Under another layout or release of Megatron each rank has other tensors.
@@ -365,7 +368,10 @@ class CheckpointKeeper:
                 self.wait_for_records()
                 self.directory.flush()
                 skipped = self.faults.in_a_row
-                folders.complete(step, sums=sums, digests=digests, skipped=skipped)
+                folders.complete(
+                    step, sums=sums, digests=digests, skipped=skipped["policy"],
+                    skipped_by_critic=skipped["critic"],
+                )  # fmt: skip
                 spared = partial(retained_steps, config=self.config, folder=self.directory.path)
                 folders.prune(keep=self.config.trainer.keep_checkpoints, spared=spared)
                 self.directory.record_save(step)

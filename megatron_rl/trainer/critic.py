@@ -33,8 +33,13 @@ class CriticTrainer:
         """The config of the run."""
         return self.run.config
 
-    def train(self, step_progress: StepProgress, batch: RolloutBatch) -> RolloutBatch:
-        """Make the critic's remaining updates; returns the batch with values and advantages."""
+    def train(
+        self, step_progress: StepProgress, batch: RolloutBatch, *, may_stop: bool
+    ) -> RolloutBatch:
+        """Make the critic's remaining updates; returns the batch with values and advantages.
+
+        may_stop: the step may stop between two updates (`RolloutSource.can_resume_inside`).
+        """
         section = self.config.critic
         assert section is not None, "a critic has its section"
         self.critic.wake_up()
@@ -45,11 +50,14 @@ class CriticTrainer:
         every = [one for _ in range(self.config.trainer.epochs) for one in batch.minibatches]
         with self.run.console.progress("critic") as advance:
             for minibatch in every[len(step_progress.critic_results) :]:
-                self.checkpoints.stop_if_requested(self.run.actor)
+                if may_stop:
+                    self.checkpoints.stop_if_requested(self.run.actor)
                 result = self.critic.update(minibatch, clip=section.value_clip)
                 step_progress.critic_results.append(result)
                 done = len(step_progress.critic_results)
-                self.faults.record(result, batch, step=step_progress.step, update=done)
+                self.faults.record(
+                    result, batch, step=step_progress.step, update=done, model="critic"
+                )
                 advance(done, len(every))
         self.critic.sleep()
         return batch
@@ -58,7 +66,7 @@ class CriticTrainer:
         """Return the rule that leaves the policy as it is in the first steps; None afterwards."""
         section = self.config.critic
         assert section is not None, "a critic has its section"
-        if step > section.warmup_steps:
+        if step >= self.config.first_policy_step:
             return None
         reason = f"the critic warms up until step {section.warmup_steps}"
 

@@ -199,16 +199,17 @@ def describe_partial_reward(metrics: Mapping[str, float], batch: RolloutBatch) -
 def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | None:
     """Warning if the constraint rejects most tokens, or none, with tolerances to try.
 
-    Tightness is checked in the first step, width in the first step at the full learning rate: a
-    policy that hardly moves has no tokens to reject.
+    Tightness is checked in the policy's first step, width in its first step at the full learning
+    rate: a policy that hardly moves has no tokens to reject.
     """
     choice = config.objective.choice
     if not isinstance(choice, ObjectiveSpec) or not isinstance(choice.constraint, Bounds):
         return None
     step, acceptance = metrics["step"], metrics.get("gate/acceptance", math.nan)
     is_mean = choice.weight in ("prefix_mean", "sequence_mean")
-    full_rate = 1 + int(config.optimizer.warmup_steps)
-    if step == 1 and acceptance < TOO_TIGHT:
+    first = config.first_policy_step
+    full_rate = first + int(config.optimizer.warmup_steps)
+    if step == first and acceptance < TOO_TIGHT:
         what = f"rejected {1 - acceptance:.0%} of the tokens in the first step"
         after = "; a tight constraint slows the policy down, so check again after the change"
     elif step == full_rate and acceptance > TOO_WIDE and is_mean and config.updates_per_step > 1:

@@ -126,7 +126,8 @@ class Trainer:
         step_progress = self.begin(step, fresh, batch)
         if self.critic is not None:
             with self.clock.phase("critic"):
-                batch = self.critic.train(step_progress, batch)  # with the advantages
+                may_stop = self.source.can_resume_inside
+                batch = self.critic.train(step_progress, batch, may_stop=may_stop)
         with self.clock.phase("train"):
             self.self_tests.before_updates(step, batch, done=step_progress.updates.count)
             self.actor.wake_up()  # gradients and the optimizer's state
@@ -181,7 +182,7 @@ class Trainer:
                 rule = self.rule(step, epoch=epoch)
                 result = self.actor.update(minibatch, self.run.objective, rule=rule)
                 updates.add(result, epoch=epoch)
-                self.faults.record(result, batch, step=step, update=updates.count)
+                self.faults.record(result, batch, step=step, update=step_progress.done)
                 advance(updates.count, self.config.updates_per_step)
                 if result.stopped is not None:
                     self.run.console.log(f"step {step}: stopped in epoch {epoch}: {result.stopped}")

@@ -84,7 +84,7 @@ class Recorder:
         is_new = done == 0 and step_progress is None
         with sync_errors_across_ranks(doing="opening the run directory"):
             if self.directory is not None and self.log is not None:
-                updates = step_progress.updates.count if step_progress else 0
+                updates = step_progress.done if step_progress else 0
                 self.directory.rewind(-1 if is_new else done, updates=updates)
                 if (changed := self.directory.describe_releases()) is not None:
                     self.console.echo(changed)

@@ -180,23 +180,35 @@ MOST_SKIPPED = 3
 
 @dataclass
 class SkippedUpdates:
-    """Counts skipped updates on every rank and writes their batches on rank 0."""
+    """Counts skipped updates on every rank and writes their batches on rank 0.
+
+    in_a_row: of each model, whose updates alternate with those of the other one.
+    """
 
     directory: RunDirectory | None
     console: Console
-    in_a_row: int = 0
+    in_a_row: dict[str, int] = field(default_factory=lambda: {"policy": 0, "critic": 0})
     _kept: int = -1  # the step whose rollouts were kept last
 
-    def record(self, result: Update[Any], batch: RolloutBatch, *, step: int, update: int) -> None:
+    def record(
+        self,
+        result: Update[Any],
+        batch: RolloutBatch,
+        *,
+        step: int,
+        update: int,
+        model: str = "policy",
+    ) -> None:
         """Record the result of an update; raises FloatingPointError after too many skipped updates.
 
-        update: within the step, from 1. Collective.
+        update: of either model within the step, from 1. Collective.
         """
         if result.skipped is None:
-            self.in_a_row = 0
+            self.in_a_row[model] = 0
             return
-        self.in_a_row += 1
-        self.console.echo(f"step {step}, update {update} is skipped: {result.skipped}")
+        self.in_a_row[model] += 1
+        named = f"update {update}" + (" (critic)" if model == "critic" else "")
+        self.console.echo(f"step {step}, {named} is skipped: {result.skipped}")
         with sync_errors_across_ranks(doing="writing the batch of a skipped update"):
             if self.directory is not None:
                 if self._kept != step:
@@ -211,13 +223,13 @@ class SkippedUpdates:
                 with (self.directory.skipped_updates / "skipped_updates.jsonl").open(
                     "a", encoding="utf-8"
                 ) as file:
-                    row = {"step": step, "update": update, "reason": result.skipped}
+                    row = {"step": step, "update": update, "reason": result.skipped, "model": model}
                     file.write(json.dumps(row) + "\n")
         self._kept = step
-        if self.in_a_row >= MOST_SKIPPED:
+        if (count := self.in_a_row[model]) >= MOST_SKIPPED:
             raise FloatingPointError(
-                f"{self.in_a_row} consecutive updates had no usable gradient, the last one because "
-                f"{result.skipped}; the weights are those before them. The rollouts are in "
+                f"{count} consecutive updates of the {model} had no usable gradient, the last one "
+                f"because {result.skipped}; the weights are those before them. The rollouts are in "
                 "skipped_updates/ of the run directory. Resume with a lower "
                 "optimizer.learning_rate or optimizer.max_grad_norm (run.resume=auto allows both)"
             )

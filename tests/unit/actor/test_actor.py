@@ -8,9 +8,12 @@ import torch
 
 from megatron_rl.actor.settings import ActorSettings
 from megatron_rl.actor.training import learning_rate_at
+from megatron_rl.config import parse_config
 from megatron_rl.config.sections import OptimizerSection
+from megatron_rl.distributed.topology import Topology
 from megatron_rl.objectives.statistics import DECILES, Statistics
-from tests.functional.test_actor_layouts import make_model, make_rollouts
+from megatron_rl.trainer.actor_settings import build_actor_settings
+from tests.functional.test_actor_layouts import VOCAB, make_model, make_rollouts
 from tests.ranks import run_ranks
 from tests.unit.objectives.mutate import mutated
 
@@ -35,6 +38,20 @@ def test_decays_reach_minimum_at_last_update():
     cosine = _rates(8, warmup_updates=4, decay="cosine")
     assert cosine[5] == pytest.approx(0.5)  # half-way: cos(pi / 2) = 0
     assert cosine[7] == pytest.approx(0.0)
+
+
+def test_policys_decay_ends_at_its_last_update_also_behind_a_critics_warm_up():
+    """5 steps of 2 updates; the first 3 train the critic alone."""
+    values = {
+        "model": {"path": "m"}, "data": {"train": "t"}, "critic": {"warmup_steps": 3},
+        "optimizer": {
+            "learning_rate": 1.0, "decay": "linear", "min_learning_rate": 0.25, "warmup_steps": 0
+        },
+        "rollout": {"prompts_per_step": 2}, "trainer": {"steps": 5, "minibatches": 2, "epochs": 1},
+    }  # fmt: skip
+    settings = build_actor_settings(parse_config(values), Topology.single())
+    rates = [learning_rate_at(update, settings) for update in range(4)]
+    assert rates == pytest.approx([0.8125, 0.625, 0.4375, 0.25])
 
 
 LAYOUTS = ({"tensor": 2, "pipeline": 2}, {"context": 2})
@@ -382,3 +399,32 @@ def test_update_criteria_use_whole_minibatch_on_any_number_of_ranks(tmp_path):
     both = run_ranks(check_updates, 2, tmp_path / "untied")
     assert both[0] == both[1]
     assert both[0] == pytest.approx(alone, rel=1e-4)
+
+
+def update_a_deeper_critic(rank, world_size, root):
+    """The critic has two layers with experts, and packs the routes of a policy with one."""
+    from megatron_rl.actor.critic import Critic
+
+    actor = _make_actor(root / "policy")
+    minibatch = _make_minibatch(actor)
+    packs = minibatch.micro_batches
+    actor.compute_logprobs(packs, routing="record")
+    assert all(len(pack.routes) == 1 for pack in packs)
+    critic = Critic(root / "critic", topology=actor.topology, settings=actor.settings)
+    for pack in packs:
+        pack.values, pack.returns = torch.zeros(2, len(pack.tokens)) + pack.response_mask
+    return critic.update(minibatch, clip=None).grad_norm
+
+
+def test_a_critic_chooses_experts_of_its_own(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    for name, layers in (("policy", 1), ("critic", 2)):
+        config = Qwen3MoeConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=8, max_position_embeddings=256,
+        )  # fmt: skip
+        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / name)
+    (norm,) = run_ranks(update_a_deeper_critic, 1, tmp_path)
+    assert norm > 0

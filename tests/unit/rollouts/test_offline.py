@@ -160,7 +160,7 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     )  # fmt: skip
     logprobs = np.array([-0.1, -0.2, -0.3], np.float32)
     response = replace(response, behavior_logprobs=logprobs)
-    rollout = Rollout(prompt, response, GradeResult(1.0, "", None, turn_rewards=[0.9, 0.1]))
+    rollout = Rollout(prompt, response, GradeResult(0.9, "", None, turn_rewards=[0.9, 0.0]))
     directory.write_rollouts(1, [rollout] * 2, advantages=[0.5] * 2)
     rollouts, found = read_rollouts(config(tmp_path / "run"))
     again = rollouts[0].response
@@ -168,7 +168,8 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
         assert getattr(again, name) == getattr(response, name)
     assert (again.length, again.turns) == (3, 2) and found[0].tolist() == logprobs.tolist()
     assert again.own.tolist() == [True, False, False, True, True]
-    assert rollouts[0].grade_result.turn_rewards == [0.9, 0.1]
+    grade = rollouts[0].grade_result  # the file has the sum as a float32
+    assert (grade.turn_rewards, grade.reward) == ([0.9, 0.0], 0.9)
 
 
 RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no turn follows
@@ -196,6 +197,7 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
             {},
             r"row 0: turn_rewards is \[1.0, 0.0\] for 1 turns",
         ),
+        ({"turn_rewards": [[0.9]] * 4}, {}, r"row 0: turn_rewards sum to 0.9, but reward is 1"),
         (
             {"mask_ids": [[12, 3, 0]] * 4, "mask_counts": [[2, 1]] * 4},  # 12, 0 is "4" and its end
             {},

@@ -14,6 +14,7 @@ from megatron_rl.config import parse_config
 from megatron_rl.rollouts import groups as building
 from megatron_rl.rollouts.engine_source import is_informative
 from megatron_rl.rollouts.groups import build_groups
+from megatron_rl.rollouts.values import ends_of_turns, token_rewards
 from megatron_rl.types import GradeResult, Prompt, PromptSlot, Response, Rollout
 from tests.unit.objectives.conversation_tree import SHORT_TURNS, ConversationTree
 from tests.unit.objectives.mutate import mutated
@@ -107,6 +108,22 @@ def test_signed_rewards_double_those_of_every_turn():
     assert [row.tolist() for row in group.turn_advantages] == [[1.0, -0.5], [-1.0]]
 
 
+def test_a_last_turn_without_reward_has_exactly_none():
+    """A critic's response that was cut there goes on; one with a reward is at its end."""
+    for rewards, signed in (([0.1, 0.2, 0.0], False), ([0.1, 0.7, 0.5], True)):
+        settings = config(
+            size=1, shaping={"signed": signed}, critic={}, advantage={"credit": "response"}
+        )
+        one = rollout(rewards)
+        wanted = [rewards[0] * (1 + signed), rewards[1] * (1 + signed), 0.0]
+        assert building.turn_rewards(one, settings) == wanted
+        # Two tokens a turn, of which the second ends it.
+        assert token_rewards(one, settings).tolist() == [
+            x for reward in np.array(wanted, np.float32).tolist() for x in (0.0, reward)
+        ]
+        assert ends_of_turns(one).tolist() == [False, True] * 3
+
+
 def test_equal_totals_of_different_turns_teach_something():
     rollouts = [rollout([1.0, 0.0]), rollout([0.0, 1.0])]
     assert is_informative(rollouts, by_turn=True) and not is_informative(rollouts)
@@ -178,7 +195,9 @@ def test_gradient_over_all_pairs_of_conversations_is_exact():
 MISTAKES = {
     "rewards up to the turn": (advantages.returns_to_go, "rewards.flip(1).cumsum(1).flip(1)",
                                "rewards.cumsum(1)"),
-    "rewards of other turns count twice": (building.turn_rewards, "math.fsum(earlier)", "0"),
+    "rewards of other turns count twice": (
+        building.turn_rewards, "_shape(last,", "_shape(rollout.grade_result.reward,"
+    ),
 }  # fmt: skip
 
 

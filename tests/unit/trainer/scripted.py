@@ -18,6 +18,7 @@ from megatron_rl.distributed.sequence_layout import SequenceLayout
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.engine.requests import sampling_per_prompt
 from megatron_rl.objectives import TokenClasses, TokenInputs, build_objective
+from megatron_rl.objectives.values import ValueStatistics
 from megatron_rl.rollouts.behavior import EngineLogprobs, ModelLogprobs
 from megatron_rl.rollouts.engine_source import EngineSource
 from megatron_rl.rollouts.grading import Grader
@@ -30,6 +31,7 @@ from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.telemetry.console import Console
 from megatron_rl.telemetry.metrics import BackgroundWriter, MetricLog, PhaseClock
 from megatron_rl.trainer.checkpointing import CheckpointKeeper
+from megatron_rl.trainer.critic import CriticTrainer
 from megatron_rl.trainer.evaluation import EngineAnswers, Evaluator
 from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
@@ -142,6 +144,43 @@ class ScriptedActor:
         for batch, row in zip(minibatch.micro_batches, rows, strict=True):
             if batch.traced_logprobs is not None:
                 batch.traced_logprobs.append(row)
+
+
+@dataclass
+class ScriptedCritic:
+    """Counts updates; its values are the number of updates so far, advantages the rewards."""
+
+    events: list
+    topology: Topology = field(default_factory=Topology.single)
+    updates: int = 0
+    unusable: tuple = ()  # updates, from 1, that have no gradient
+    calls: int = 0
+
+    pace, check_weights = ScriptedActor.pace, ScriptedActor.check_weights
+    save, load, digest = ScriptedActor.save, ScriptedActor.load, ScriptedActor.digest
+    layout = "one"
+
+    def sleep(self): ...
+
+    def wake_up(self): ...
+
+    def compute_targets(self, micro_batches, rewards, ends, cut, *, settings):
+        known = [batch.values for batch in micro_batches]
+        return [
+            torch.stack((self.updates * b.response_mask if v is None else v, r, r), dim=1).float()
+            for b, v, r in zip(micro_batches, known, rewards, strict=True)
+        ]
+
+    def update(self, minibatch, *, clip):
+        from megatron_rl.actor.training import Update
+
+        self.events.append(("critic", {float(b.values.max()) for b in minibatch.micro_batches}))
+        self.calls += 1
+        sums = ValueStatistics(torch.tensor([4, 1, 0, 2, 2, 2, 1, 0.5]).double())
+        if self.calls in self.unusable:
+            return Update(sums, math.nan, 1e-3, "the gradient norm is nan")
+        self.updates += 1
+        return Update(sums, 1.0, 1e-3)
 
 
 @dataclass
@@ -312,7 +351,7 @@ def run_loop(
     tmp_path, *, done=0, last=None, reasons=(), trainer=None, order=iter, unusable=(),
     sections=None, checkpoints=None, updates=0, held=(), events=None, keep=None,
     layout="one", writer=None, drifted=(), solved=(), named=False, has_experts=False,
-    engine=ScriptedEngine, conversations=None, **overrides
+    engine=ScriptedEngine, conversations=None, critic_unusable=(), **overrides
 ):  # fmt: skip
     """keep: an Interruption; checkpoints are then real, and the run goes on from what is there."""
     config = make_config(sections=sections, **(trainer or {}))
@@ -321,6 +360,9 @@ def run_loop(
         events, updates=updates, unusable=unusable, layout=layout, drifted=drifted,
         has_experts=has_experts,
     )  # fmt: skip
+    critic = None
+    if config.critic is not None:
+        critic = ScriptedCritic(events, unusable=critic_unusable)
     engine = engine(events, order, solved=solved)
     buffer = GroupBuffer(build_schedule(config), {group.slot: group for group in held})
     checkpoints = checkpoints or NoCheckpoints(last)
@@ -337,7 +379,7 @@ def run_loop(
     if keep is not None:
         checkpoints = CheckpointKeeper(
             config, directory, console, rank=0, wait_for_records=recorder.wait, buffer=buffer,
-            faults=faults, interruption=keep,
+            faults=faults, interruption=keep, critic=critic,
         )  # fmt: skip
         checkpoints.restore(actor)
     else:
@@ -363,6 +405,7 @@ def run_loop(
         checkpoints=checkpoints,
         recorder=recorder,
         faults=faults,
+        critic=critic and CriticTrainer(run, critic, checkpoints, faults),
     )
     with contextlib.suppress(RunInterrupted):
         trainer.train()

@@ -138,8 +138,11 @@ def test_step_without_advantage_gets_no_advice_about_learning_rates():
         assert "learning_rate" not in "".join(check.warnings({"step": step} | metrics, useless))
 
 
-def tolerances(acceptance, *, step=1, objective=None, optimizer=None, trainer=None, spread=0.0049):
+def tolerances(
+    acceptance, *, step=1, objective=None, optimizer=None, trainer=None, spread=0.0049, **sections
+):
     config = make_config(
+        **sections,
         objective=objective or {"name": "gspo"},
         optimizer=optimizer or {"warmup_steps": 0.5},
         trainer=trainer or {"minibatches": 2, "tokens_per_micro_batch": 16},
@@ -158,6 +161,7 @@ def test_tolerances_of_other_lengths_are_answered_by_those_that_fit():
         assert words in text
     wide = tolerances(0.9999, objective={"name": "pnpo", "constraint": {"low": 0.2, "high": 0.3}})
     assert "left 99.99% of the tokens of step 1 unchanged" in wide and "low: 0.0049" in wide
+    assert "rejected 73%" in tolerances(0.266, step=3, critic={"warmup_steps": 2})
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,18 @@ def test_unusable_updates_are_skipped_counted_and_kept(tmp_path):
     assert trainer.actor.updates == 10  # neither the count nor the learning rate's clock went on
 
 
+@pytest.mark.parametrize("model", ["policy", "critic"])
+def test_too_many_skipped_updates_of_one_model_end_run(tmp_path, model):
+    """A step has one update of each model: the other one's, which are well, come between."""
+    key = {"policy": "unusable", "critic": "critic_unusable"}[model]
+    trainer = {"steps": 4, "epochs": 1, "minibatches": 1}
+    options = {"sections": {"critic": {}}, "trainer": trainer, key: (1, 2, 3)}
+    with pytest.raises(FloatingPointError, match=f"3 consecutive updates of the {model}"):
+        run_loop(tmp_path, **options)
+
+
 def test_too_many_consecutive_skipped_updates_end_run(tmp_path):
-    with pytest.raises(
-        FloatingPointError, match="3 consecutive updates had no usable gradient"
-    ) as e:
+    with pytest.raises(FloatingPointError, match="3 consecutive updates of the policy had no") as e:
         run_loop(tmp_path, unusable=(2, 4, 5, 6))
     assert "optimizer.learning_rate" in str(e.value)
 

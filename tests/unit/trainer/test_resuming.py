@@ -290,6 +290,32 @@ def test_skipped_updates_are_recorded_across_interruption(tmp_path):
     assert journals[0].read_text() == journals[1].read_text() != ""
 
 
+@pytest.mark.parametrize("behavior", ["actor", "engine"])
+def test_critics_updates_are_interrupted_where_a_step_can_resume_inside(tmp_path, behavior):
+    """Its second update is skipped, in its third the run is asked to end."""
+    options = {"sections": {"critic": {}, "behavior": behavior}, "critic_unusable": (2,)}
+    whole, _ = run(tmp_path / "whole", **options)
+    third = [place for place, event in enumerate(whole) if event[0] == "critic"][2]
+    interruption = Interruption()
+
+    def ask(event):
+        interruption.received = SIGNALS[0]
+
+    first, _ = run(tmp_path / "a", keep=interruption, events=Events(third, ask), **options)
+    folder = RunDirectory(tmp_path / "a").checkpoints.folder(1)
+    is_inside = behavior == "actor"
+    assert (folder / STEP_STATE_FILE).is_file() == is_inside
+    second, _ = run(tmp_path / "a", **options | {"critic_unusable": ()})
+    assert count("critic", first) == (3 if is_inside else 4)
+    assert (count("critic", first, second), count("update", first, second)) == (UPDATES, UPDATES)
+    assert_same(tmp_path / "a", tmp_path / "whole")
+    rows = [read_rows(tmp_path / name / "skipped_updates" / "skipped_updates.jsonl")
+            for name in ("a", "whole")]  # fmt: skip
+    assert rows[0] == rows[1] and [(row["update"], row["model"]) for row in rows[0]] == [
+        (2, "critic")
+    ]
+
+
 def test_consecutive_skipped_updates_are_counted_across_interruption(tmp_path):
     """Three end a run; here it is interrupted during the second of them, inside of a step."""
     whole, _ = run(tmp_path / "whole")
