@@ -375,15 +375,20 @@ def parse_rollout(
         further=others,
     )
     source = replace(source, index=response.prompt_index)
-    turns = _turn_rewards(row.get(TURN_REWARDS) or [], response.turns, float(reward))
-    grade_result = GradeResult(
-        math.fsum(turns) if turns else float(reward),
+    return Rollout(source, response, _read_grade(row, response.turns))
+
+
+def _read_grade(row: Mapping[str, Any], turns: int) -> GradeResult:
+    """Return the grade of a row; where turns have rewards, their exact sum."""
+    reward = float(row["reward"])
+    of_turns = _turn_rewards(row.get(TURN_REWARDS) or [], turns, reward)
+    return GradeResult(
+        math.fsum(of_turns) if of_turns else reward,
         row.get("reason") or "",
         row.get("extracted"),
         rewards=_named_rewards(row.get("rewards")),
-        turn_rewards=turns,
+        turn_rewards=of_turns,
     )
-    return Rollout(source, response, grade_result)
 
 
 def _parse_prompt(row: dict[str, Any], tokenizer: Any, *, config: Config) -> Prompt:
