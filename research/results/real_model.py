@@ -58,10 +58,14 @@ def cost(rows: Rows, level: float) -> tuple[int, int] | None:
 
 
 def spread(rows: Rows) -> float:
-    """Return the spread of log w_L in the last epoch, the mean over batches at the full rate."""
+    """Return the spread of log w_L in the last epoch, the mean over batches at the full rate.
+
+    Batches without any advantage, on which nothing was trained, have no such metric.
+    """
     key = f"epoch_{rows[0]['axis/epochs']}/by_fraction/1.0/prefix_mean_log_std"
     full = max(row["optimizer/learning_rate"] for row in trained(rows))
-    at_full = [row[key] for row in trained(rows) if row["optimizer/learning_rate"] == full]
+    some = [row for row in trained(rows) if key in row]
+    at_full = [row[key] for row in some if row["optimizer/learning_rate"] == full]
     return statistics.fmean(at_full)
 
 

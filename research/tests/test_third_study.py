@@ -100,11 +100,12 @@ def test_choice_takes_the_best_last_batches_and_their_spread():
         found = run("ungated", "4", 9, rewards, {0: 0.0})
         for row, spread in zip(found[1:], spreads, strict=True):
             row["optimizer/learning_rate"] = rate
-            row["epoch_4/by_fraction/1.0/prefix_mean_log_std"] = spread
+            if spread is not None:
+                row["epoch_4/by_fraction/1.0/prefix_mean_log_std"] = spread
         return [row | {"run": f"{rate}", "axis/rate": f"{rate}"} for row in found]
 
     stored = chosen(2e-5, [0.9, 0.1, 0.1, 0.4], [0.01] * 4)
-    stored += chosen(4e-5, [0.1, 0.2, 0.2, 0.3], [0.02, 0.02, 0.04, 0.04])
+    stored += chosen(4e-5, [0.1, 0.2, 0.2, 0.3], [0.02, 0.02, None, 0.05])  # one without training
     # (0.2 + 0.2 + 0.3) / 3 is more than (0.1 + 0.1 + 0.4) / 3; 1.36 times the mean 0.03.
     assert third.choose(stored)[-1] == "4 epochs: 4e-05, low 0.03, high 0.041"
 
@@ -116,10 +117,8 @@ def test_stored_runs_are_paired_and_complete():
         for rows in by_run(read_stored(third.FOLDER / f"{name}.parquet")).values():
             first = rows[0]
             assert [row["step"] for row in rows] == list(range(first["steps"] + 1))
-            (scored,) = [
-                value for key, value in first.items() if key.startswith("eval/heldout/avg@")
-            ]
+            scored = [v for key, v in first.items() if key.startswith("eval/heldout/avg@")]
             begun.setdefault((first["seed"], first["processor"]), set()).add(
-                (first["model"], scored)
+                (first["model"], *scored, rows[1]["reward/mean"])  # of the same weights
             )
         assert all(len(starts) == 1 for starts in begun.values())
