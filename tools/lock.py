@@ -31,8 +31,11 @@ NOT_TRIED = (
     "never installed as a whole. torch, vLLM and transformers are those of the GPU check on one "
     "H100 (Python 3.12)"
 )
+WITH_CUDA_TORCH = "the quickstart and the unit tests, with torch's CUDA build instead"
 SETS = {  # what was run with each
     ("cpu", "3.11"): "every test, with each change",
+    ("cpu", "3.12"): WITH_CUDA_TORCH,
+    ("cpu", "3.13"): WITH_CUDA_TORCH,
     ("cuda", "3.11"): NOT_TRIED,
     ("cuda", "3.12"): NOT_TRIED,
     ("cuda", "3.13"): NOT_TRIED,

@@ -43,6 +43,7 @@ from megatron_rl.types import Demonstration, Prompt
 
 ROWS_AT_ONCE = 4096  # tokenized together, and in memory while a file is written
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0|")  # CSV: no name
+_NUMBERS_OF_ROWS = {"index", "split"}  # all that verl's `extra_info` must have
 
 
 def load_prompts(path: str | Path, tokenizer: Any, **options: Any) -> list[Prompt]:
@@ -291,6 +292,13 @@ def _without_index(row: PlainRow, text: str) -> str:
     return text
 
 
+def _sorts_rows(name: str, value: Any) -> bool:
+    """Whether a column is one that verl's format always has and that only sorts or numbers rows."""
+    if name == "extra_info":
+        return isinstance(value, dict) and value.keys() <= _NUMBERS_OF_ROWS
+    return name == "ability" and isinstance(value, str)
+
+
 def _unread_parts(row: Mapping[str, Any], named: Iterable[str]) -> Iterator[str]:
     """Yield the fields that nothing reads of structs of which a dotted name reads one.
 
@@ -339,6 +347,7 @@ class _Unread:
                 if name not in used
                 and value not in (None, "", [], {})
                 and not _INDEX.fullmatch(name)
+                and not _sorts_rows(name, value)
             )
             self.names.update(_unread_parts(values, named))
             asked = [one["content"] for one in row.messages if one["role"] != "assistant"]

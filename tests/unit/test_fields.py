@@ -232,6 +232,21 @@ def test_parts_of_structs_and_places_of_images_are_named(tmp_path):
     ]
 
 
+def test_columns_that_number_and_sort_the_rows_of_verl_are_not_named(tmp_path):
+    """`ability` and `extra_info` are in all of its data; what else is in `extra_info` is named."""
+    row = {"ability": "MATH", "reward_model": {"ground_truth": "4"}}
+    numbers = [{"extra_info": {"split": "test", "index": n}} for n in range(2)]
+    more = [{"extra_info": {"index": 2, "answer": "4"}}, {"extra_info": "hard", "ability": [1]}]
+    for extra, names in ((numbers, None), (numbers + more, "extra_info (2), ability (1)")):
+        rows = [{"prompt": f"to {n}?"} | row | one for n, one in enumerate(extra)]
+        lines = []
+        load_prompts(write(tmp_path / "p.jsonl", *rows), build("never", MARKS),
+                     max_prompt_tokens=200, echo=lines.append)  # fmt: skip
+        assert [line.partition("columns ")[2].partition(";")[0] for line in lines] == (
+            [names] if names else []
+        )
+
+
 @pytest.mark.parametrize("extra", [{"weight": 0.5}, {"loss_mask": [1, 0]}, {"label": False}])
 def test_column_that_says_how_a_conversation_is_trained_is_refused(extra, tmp_path):
     tokenizer = build("never", MARKS, "<|halt|>")

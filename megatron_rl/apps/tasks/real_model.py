@@ -100,8 +100,7 @@ def write_questions(folder: Path, questions: list[Question], *, prefix: str = ""
     names = (f"{prefix}_heldout", prefix) if prefix else ("heldout", "train")
     for name, part in zip(names, (questions[:HELDOUT], questions[HELDOUT:]), strict=True):
         lines = [
-            json.dumps({"question": one.text, "answer": str(one.answer), "kind": one.kind}) + "\n"
-            for one in part
+            json.dumps({"question": one.text, "answer": str(one.answer)}) + "\n" for one in part
         ]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
