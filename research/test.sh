@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Recompute the stored results and test the study runner, in the environment of tools/setup_env.sh.
 set -euo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 bash tools/setup_env.sh

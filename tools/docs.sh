@@ -5,6 +5,7 @@
 #   bash tools/docs.sh            build
 #   bash tools/docs.sh serve      build, serve on http://127.0.0.1:8000, rebuild on changes
 set -euo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export NO_MKDOCS_2_WARNING=1 # its advertisement of a successor

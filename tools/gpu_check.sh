@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run every CUDA-only path once and print a table; the first thing to run on a machine with a GPU.
 set -euo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 cd "$(dirname "$0")/.."
 python="${MEGATRON_RL_VENV:-.venv}/bin/python"
 [ -x "$python" ] || python=python3

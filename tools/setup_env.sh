@@ -17,6 +17,7 @@
 # run takes a second if nothing has changed; it starts over if the inputs of the environment have
 # changed.
 set -euo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in
@@ -85,7 +86,8 @@ step() {
     fi
 }
 
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+# -I: packages in PYTHONPATH would count as installed; PIP_USER: refused in a virtual environment.
+pip() { PIP_USER=0 "$VENV/bin/python" -I -m pip --disable-pip-version-check "$@"; }
 install() { pip install --progress-bar off --no-compile "$@"; } # `compile_all` uses every core
 
 # Make pip use the wheels of the bundle and no index.
@@ -327,7 +329,8 @@ main() {
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     say "Python $version, $kind; into $VENV, with details in setup.log there; two to six minutes, once"
     [[ $kind != launcher ]] || say "a second environment, because NeMo-Run and vLLM conflict"
-    if [[ ! -x $VENV/bin/python ]]; then
+    # A folder without pip is what a Python without its venv package leaves, or one that uv made.
+    if [[ ! -x $VENV/bin/python ]] || ! pip --version >/dev/null 2>&1; then
         "$python" -m venv "$VENV" >/dev/null 2>&1 || fail "$python cannot make the virtual" \
             "environment $VENV; on Debian and Ubuntu: apt-get install python$version-venv," \
             "and see that the folder can be written"

@@ -10,6 +10,7 @@
 #
 # Exit code 0 only if every part passed. Later parts run even if an earlier one failed.
 set -uo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${MEGATRON_RL_VENV:-$ROOT/.venv}

@@ -7,6 +7,7 @@
 # The last two go through NeMo-Run (docs/slurm.md). Options of `megatron-rl launch`, as --dry-run,
 # may stand among the settings.
 set -euo pipefail
+unset CDPATH # `cd` would print, or go elsewhere
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 train() {

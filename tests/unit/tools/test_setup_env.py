@@ -5,6 +5,7 @@ The index is a folder of wheels made here. The whole installation takes minutes.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,10 @@ def test_cuda_build_of_torch_is_the_last_resort(set_up, tmp_path):
     releases = release_set("cpu", "3.11")
     torch, vllm = releases.torch.removeprefix("=="), releases.vllm.split("==")[1]
     (tmp_path / "index").mkdir()
+    # What a Python leaves that lacks its package for virtual environments.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     output = set_up()
+    assert "pip" in installed(tmp_path)
     assert "neither pip's index nor" in output and "can be reached" in output
     make_wheel(tmp_path, "torch", version="2.12.0")
     output = set_up()
