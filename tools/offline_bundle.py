@@ -150,6 +150,8 @@ def main() -> None:
     folder, wheels = arguments.folder, arguments.folder / "wheels"
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; name a new folder")
+    if not (ROOT / ".git").exists():
+        parser.error(f"{ROOT} is no git clone, whose commit the bundle has; run this in a clone")
     wheels.mkdir(parents=True)
     # First, so that the wheels are those of this commit.
     repository = str(folder.resolve() / "repository.bundle")

@@ -33,7 +33,7 @@ def test_files_have_questions_apart(tmp_path):
         for name in ("heldout", "train")
     )
     assert (len(held), len(train)) == (256, 44)
-    assert all(row.keys() == {"question", "answer"} for row in held)  # what prompts and rewards read
+    assert all(row.keys() == {"question", "answer"} for row in held)  # all is read
     assert not {row["question"] for row in held} & {row["question"] for row in train}
 
 
