@@ -29,10 +29,16 @@ def set_up(tmp_path):
     for name in (*COMPILERS, "nvidia-smi"):
         (programs / name).unlink(missing_ok=True)
 
+    # Variables of a user's shell that must not count: a package elsewhere, pip's choice of folder.
+    elsewhere = tmp_path / "elsewhere" / "needed-1.dist-info"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "METADATA").write_text("Metadata-Version: 2.1\nName: needed\nVersion: 1\n")
+    own = {"CDPATH": str(ROOT), "PIP_USER": "1", "PYTHONPATH": str(elsewhere.parent)}
+
     def run(**more):
         kept = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
         environment = {
-            **kept, "PATH": str(programs), "MEGATRON_RL_VENV": str(tmp_path / "venv"),
+            **kept, **own, "PATH": str(programs), "MEGATRON_RL_VENV": str(tmp_path / "venv"),
             "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(tmp_path / "index"), "https_proxy": "http://127.0.0.1:1",
             "HTTPS_PROXY": "http://127.0.0.1:1", "no_proxy": "", "NO_PROXY": "", **more,
