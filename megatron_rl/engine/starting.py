@@ -21,10 +21,10 @@ import random
 import secrets
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -82,6 +82,19 @@ def without_torchvision(shape: ModelShape) -> Iterator[None]:
         for name in names:
             del sys.modules[name]
         sys.modules |= hidden
+
+
+@contextmanager
+def without_preloading() -> Iterator[None]:
+    """Keep vLLM from writing `LD_PRELOAD`, which it does on a CPU for worker processes.
+
+    Engines here have none, and in a folder with a space in its name each program that is started
+    meanwhile would print an error of the linker.
+    """
+    from vllm.platforms import cpu
+
+    with mock.patch.object(cpu, "glob", SimpleNamespace(glob=lambda pattern: [])):
+        yield
 
 
 def use_own_core() -> None:
@@ -302,7 +315,11 @@ def start_vllm(topology: Topology, arguments: dict[str, Any], *, tokenizer: Any 
         arguments = (
             arguments | _tokenizer_arguments(tokenizer) | _text_arguments(arguments["model"], shape)
         )
-        with inproc.own_shared_memory(_shared_token()), _inspection_in_this_process(topology):
+        with (
+            inproc.own_shared_memory(_shared_token()),
+            _inspection_in_this_process(topology),
+            without_preloading() if topology.device.type == "cpu" else nullcontext(),
+        ):
             llm = LLM(weight_transfer_config={"backend": inproc.BACKEND}, **arguments)
     _STARTED.append(llm)
     # Later releases would destroy groups at interpreter exit, after the trainer's.

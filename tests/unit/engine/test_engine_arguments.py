@@ -1,5 +1,8 @@
 """Tests of vLLM arguments: accepted, or rejected with the reason or the setting to use."""
 
+import json
+import os
+
 import pytest
 
 from megatron_rl.engine import sampling_masks
@@ -11,8 +14,14 @@ from megatron_rl.engine.engine_arguments import (
     engine_argument_problems,
 )
 from megatron_rl.engine.sampling_masks import EngineSamplingMasks
-from megatron_rl.engine.starting import given_variables, unknown_variables
+from megatron_rl.engine.starting import (
+    given_variables,
+    preserved_process_state,
+    unknown_variables,
+    without_preloading,
+)
 from megatron_rl.errors import UserError
+from megatron_rl.runtime.processes import has_cuda
 
 
 def test_engine_argument_problems_name_rejected_and_unknown_arguments():
@@ -33,6 +42,29 @@ def test_variables_that_vllm_does_not_read_are_named(monkeypatch):
     text = unknown_variables(["VLLM_USE_V1", "VLLM_LOGGING_LEVEL", "VLLM_PLUGIN"])
     assert text.startswith("the environment has VLLM_PLUGIN, VLLM_USE_V1: vLLM ")
     assert unknown_variables(["VLLM_LOGGING_LEVEL"]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="vLLM preloads nothing for CUDA")
+def test_vllm_preloads_nothing_for_programs_started_meanwhile(tmp_path, monkeypatch):
+    """The linker would split the name of a library in a folder with a space."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 32,
+             "max_position_embeddings": 64}  # fmt: skip
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = {"model": str(tmp_path), "skip_tokenizer_init": True, "load_format": "dummy",
+                 "block_size": 32, "max_model_len": 64, "enforce_eager": True}  # fmt: skip
+    with preserved_process_state(rank=0, world_size=1, local_rank=0):
+        with without_preloading():
+            EngineArgs(**arguments).create_engine_config()
+        assert "LD_PRELOAD" not in os.environ
+        EngineArgs(**arguments).create_engine_config()
+        assert "libgomp" in os.environ["LD_PRELOAD"]  # else this function can go
+    assert "LD_PRELOAD" not in os.environ
 
 
 def test_rejected_arguments_exist_in_vllm():
