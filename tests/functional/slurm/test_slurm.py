@@ -272,7 +272,8 @@ def test_cancelled_job_is_not_requeued(slurm, launcher):
 def test_failed_job_is_not_requeued_and_its_status_is_shown(slurm, launcher):
     """One rank finds what the launcher cannot know, and is the first: srun then ends the other."""
     late = launcher.folder / "late"
-    late.write_text(f'#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || sleep 5\nexec {sys.executable} "$@"\n')
+    wait = '[ "$SLURM_PROCID" = 0 ] || sleep 5'
+    late.write_text(f'#!/bin/sh\n{wait}\nexec "{sys.executable}" "$@"\n')
     late.chmod(0o755)
     values = json.loads((launcher.folder / "slurm.yaml").read_text())
     launcher.write_cluster("uneven", values | {"python": str(late)})

@@ -106,7 +106,8 @@ class LeavingProgram(AgentCommand):
     """Starts a server that goes on when it ends itself."""
 
     command = (
-        "sh", "-c", f"sleep 1234 & exec {sys.executable} -m tests.unit.environments.agent_program",
+        "sh", "-c",
+        f"sleep 1234 & exec '{sys.executable}' -m tests.unit.environments.agent_program",
     )  # fmt: skip
 
 

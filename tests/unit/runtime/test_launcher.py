@@ -185,7 +185,7 @@ Failure(int(os.environ["RANK"]), cause, text, in_training=True).write_to(os.envi
 def test_cause_of_failure_is_printed_once_and_last(ranks, tmp_path, capfd):
     """Rank 1 repeats what rank 0 has met, or misses it, and ends first; rank 0 still prints."""
     (tmp_path / "leave.py").write_text(LEAVE_FAILURE)
-    leave = f"{sys.executable} {tmp_path}/leave.py"
+    leave = f"'{sys.executable}' {tmp_path}/leave.py"
     ranks(
         f"if [ $RANK = 1 ]; then {leave} OTHER_RANK 'rank 0: bad'; exit 1; fi\n"
         f"if [ $RANK = 2 ]; then {leave} LOST_RANK 'a rank has ended'; exit 1; fi\n"
