@@ -99,14 +99,31 @@ def read_metrics(
     return [{key: value for key, value in row.items() if wanted(key)} for row in rows]
 
 
-def read_metric(folder: Path, key: str) -> list[float]:
-    """Read the numbers of one metric alone; all metrics take a hundred times as long."""
+def iterate_metric(folder: Path, key: str) -> Iterator[float]:
+    """Yield the numbers of one metric alone; all metrics take a hundred times as long."""
     file, pattern = folder / "metrics.jsonl", re.compile(rf'"{re.escape(key)}": (-?[\d.eE+-]+)')
     if not file.is_file():
-        return []
+        return
     with file.open(encoding="utf-8") as lines:
         found = (pattern.search(line) for line in lines if line.endswith("\n"))
-        return [float(one[1]) for one in found if one]
+        yield from (float(one[1]) for one in found if one)
+
+
+def thin_metrics(
+    folder: Path, *, most: int, wanted: Callable[[str], bool] = lambda key: True
+) -> tuple[list[dict[str, Any]], int]:
+    """Read every n-th row of a run directory, and rows with evaluations; returns rows and n.
+
+    most: rows that are at most every n-th, so that memory does not grow with the run. wanted: which
+    metrics to keep. Other rows are not parsed.
+    """
+    file = folder / "metrics.jsonl"
+    if not file.is_file():
+        return [], 1
+    with file.open("rb") as lines:
+        every = max(1, -(-sum(1 for _ in lines) // most))
+    rows = iterate_rows(file, having=b'"eval/', every=every)
+    return [{key: value for key, value in row.items() if wanted(key)} for row in rows], every
 
 
 def last_step(folder: Path) -> int | None:
@@ -169,13 +186,19 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return list(iterate_rows(file))
 
 
-def iterate_rows(file: Path, *, having: bytes = b"") -> Iterator[dict[str, Any]]:
-    """Yield the complete rows of a JSON lines file, or only rows whose text contains `having`."""
+def iterate_rows(
+    file: Path, *, having: bytes = b"", every: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the complete rows of a JSON lines file, or only rows whose text contains `having`.
+
+    every: also yield every so many rows, from the first one on.
+    """
     if not file.exists():
         return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if having not in line:
+            is_due = every is not None and number % every == 1 % every
+            if not is_due and having not in line:
                 continue
             try:
                 row = json.loads(line)
@@ -198,6 +221,26 @@ def read_last_rows(file: Path, *, most: int) -> list[dict[str, Any]]:
     """Read the last complete rows of a JSON lines file, at most `most`, in order."""
     rows = [row for _, row in itertools.islice(_rows_from_end(file), most)]
     return rows[::-1]
+
+
+def iterate_rows_after(file: Path, step: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of later steps that a JSON lines file has now; reads no earlier row but one.
+
+    The rows must be in the order of their steps.
+    """
+    start = end = 0
+    for start, row in _rows_from_end(file):
+        end = max(start, end)
+        if row["step"] <= step:
+            break
+    else:
+        start = 0
+    if not end:
+        return
+    with file.open("rb") as lines:
+        lines.seek(start)
+        while lines.tell() < end:
+            yield json.loads(lines.readline())
 
 
 def _rows_from_end(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -178,7 +178,13 @@ def prepare_environment() -> None:
         "NO_VCS_VERSION": "1",  # Megatron-core would call git at every import
     }
     if not has_cuda():
-        defaults |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        defaults |= {
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Kernels, one for every shape and of 0.5 MiB each, in vLLM's and in torch's oneDNN;
+            # by its own limit of 1,024 the heap of a rank grows for thousands of steps.
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+        }
         _keep_freed_memory()
     else:  # `torch.cuda.is_available` asks NVML: the launcher may fork ranks after it
         defaults["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.runs.files import PHASES, read_metrics
+from megatron_rl.runs.files import PHASES, thin_metrics
 
 CURVES = "curves.png"
+MOST_POINTS = 1000  # of a curve: more than its pixels
 # Legends of metrics that share a chart; docs/metrics.md defines each average.
 LABELS = {
     "reward/mean": "all prompts",
@@ -32,24 +33,31 @@ def draw_curves(run_folder: str | Path) -> Path:
     Charts over rollout batches: held-out score; reward (by data source if there are several);
     entropy; acceptance of the constraint by epoch of reuse; drift of the policy from the behavior
     policy; gradient norm; response length; fraction of responses cut and of groups without
-    advantage; seconds per phase. Raises UserError if the folder has no metrics.
+    advantage; seconds per phase. Of a long run they have every n-th step, and all held-out scores.
+    Raises UserError if the folder has no metrics.
     """
     from matplotlib.figure import Figure  # seconds to import, and only needed at the end
 
     folder = Path(run_folder)
-    rows = read_metrics(folder, wanted=lambda key: "/by_" not in key)  # no bands of positions
-    if not rows:
+    evaluated, every = thin_metrics(
+        folder,
+        most=MOST_POINTS,
+        wanted=lambda key: "/by_" not in key,  # no bands of positions
+    )
+    if not evaluated:
         raise UserError(f"{folder} has no metrics in a metrics.jsonl; give the folder of a run")
+    rows = [row for row in evaluated if (row["step"] - evaluated[0]["step"]) % every == 0]
     figure = Figure(figsize=(12, 9.3))
     axes = figure.subplots(3, 3)
     # Places by hand: a layout engine draws everything twice, to find the same.
     figure.subplots_adjust(left=0.05, right=0.99, top=0.92, bottom=0.05, hspace=0.24, wspace=0.16)
-    figure.suptitle(folder.name, fontsize=13, fontweight="bold")
-    keys = _keys(rows)
+    title = folder.name if every == 1 else f"{folder.name}, every {every} steps"
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    keys = _keys(evaluated)
     scores = [key for key in keys if key.startswith("eval/") and "avg@" in key]
     sources = [key for key in keys if key.startswith("reward_by_source/")]
     epochs = [key for key in keys if re.fullmatch(r"epoch_\d+/gate/acceptance", key)]
-    _draw(axes[0, 0], rows, scores, title="Held-out score (%)", scale=100, marker="o")
+    _draw(axes[0, 0], evaluated, scores, title="Held-out score (%)", scale=100, marker="o")
     rewards = ["reward/mean", *(sources if len(sources) > 1 else [])]
     _draw(axes[0, 1], rows, rewards, title="Mean rollout reward")
     _draw(axes[0, 2], rows, ["policy/entropy", "rollout/entropy"], title="Entropy (nats a token)")
@@ -62,7 +70,7 @@ def draw_curves(run_folder: str | Path) -> Path:
     idle = ["response/truncated_fraction", "advantage/zero_groups_fraction"]
     _draw(axes[2, 1], rows, idle, title="Cut responses, groups without advantage (fraction)")
     axes[2, 1].set_ylim(-0.02, 1.05)
-    _draw_seconds(axes[2, 2], rows)
+    _draw_seconds(axes[2, 2], rows, width=0.85 * every)
     for axis in axes[2]:
         axis.set_xlabel("rollout batches")
     path = folder / CURVES
@@ -130,14 +138,14 @@ def _style_step_axis(axis: Any, title: str) -> None:
     style_axis(axis, title)
 
 
-def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+def _draw_seconds(axis: Any, rows: Sequence[dict[str, Any]], *, width: float) -> None:
     steps = [row["step"] for row in rows if row.get("time/step") is not None]
     bottom = [0.0] * len(steps)
     for phase, color in zip(PHASES, SECONDS, strict=True):
         values = [row.get(f"time/{phase}") or 0.0 for row in rows if row.get("time/step")]
         if not any(values):  # most runs have no reference
             continue
-        axis.bar(steps, values, bottom=bottom, color=color, width=0.85, label=phase)
+        axis.bar(steps, values, bottom=bottom, color=color, width=width, label=phase)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     if any(bottom):
         axis.set_ylim(0, 1.35 * max(bottom))

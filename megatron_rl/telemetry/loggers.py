@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config import Config
 from megatron_rl.runs.directory import flatten
-from megatron_rl.runs.files import read_rows
+from megatron_rl.runs.files import iterate_rows_after
 from megatron_rl.runs.rollouts import describe_rollout, printable, shorten
 from megatron_rl.runtime.failures import is_full_disk
 
@@ -291,14 +291,15 @@ class LoggerThread:
         self._rows.put(None)
         self._thread.join(seconds)
         is_blocked = self._thread.is_alive()
-        if is_blocked and (rows := self._missing_rows()):
-            self._mark_behind()
-        else:
-            rows = self._missing_rows() if self._is_behind else []
-        if rows:
+        is_missing = is_blocked or self._is_behind
+        steps = (row["step"] for row in (self._missing_rows() if is_missing else ()))
+        if (first := next(steps, None)) is not None:
+            if is_blocked:
+                self._mark_behind()
+            count = 1 + sum(1 for _ in steps)
             what = f"has not answered for {seconds:g} s" if is_blocked else "still fails"
             self._echo(
-                f"warning: {self._name} {what}: {len(rows)} steps from {rows[0]['step']} on are "
+                f"warning: {self._name} {what}: {count} steps from {first} on are "
                 f"missing there; {self._metrics.name} contains them, and a resumed run sends them"
             )
 
@@ -317,20 +318,22 @@ class LoggerThread:
         """Send a row, or all that are missing."""
         with self._call():
             assert self._logger is not None
-            rows = self._missing_rows() if self._is_behind or row is None else [row]
+            is_late = self._is_behind or row is None
+            rows = self._missing_rows() if is_late else iter([row])
             if not self._is_started:
                 self._logger.start(self._sent + 1)
                 self._is_started = True
+            count = 0
             for one in rows:
                 self._call_began = time.monotonic()
                 step, is_given = int(one["step"]), row is not None and one["step"] == row["step"]
                 numbers = {k: v for k, v in one.items() if v is not None and k != "step"}
                 self._logger.log(step, numbers, sample if is_given else None)
-                self._sent = step
+                self._sent, count = step, count + 1
             if self._is_behind:
                 self._is_behind, self._sent_from_file = False, self._sent
                 self._behind_file.unlink(missing_ok=True)
-                self._echo(f"{self._name} has received the {len(rows)} steps that were missing")
+                self._echo(f"{self._name} has received the {count} steps that were missing")
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
@@ -352,8 +355,8 @@ class LoggerThread:
         with contextlib.suppress(OSError):  # the disk may be full
             self._behind_file.write_text(f"{self._sent}", encoding="utf-8")
 
-    def _missing_rows(self) -> list[dict[str, Any]]:
-        return [row for row in read_rows(self._metrics) if row["step"] > self._sent]
+    def _missing_rows(self) -> Iterator[dict[str, Any]]:
+        return iterate_rows_after(self._metrics, self._sent)
 
     def _warn(self, text: str) -> None:
         if not self._has_warned:

@@ -19,7 +19,7 @@ from megatron_rl.distributed.agreement import run_on_rank_0, sync_errors_across_
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, choose_sampled
 from megatron_rl.rollouts.source import StepInput
 from megatron_rl.runs.directory import RunDirectory
-from megatron_rl.runs.files import PHASES, append_row, read_metric, read_metrics, read_rows
+from megatron_rl.runs.files import PHASES, append_row, iterate_metric, iterate_rows, read_rows
 from megatron_rl.runs.rollouts import Row, describe_rollout, rollout_row
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.seeds import derive_seed
@@ -93,14 +93,13 @@ class Recorder:
                 self.log.open(first_step=0 if is_new else done + 1)
                 rows = read_rows(self.directory.schedule_file)
                 self.first_updates = {row["step"]: row["updates"] for row in rows}
-        for fraction in run_on_rank_0(self._zero_fractions, doing="reading the metrics"):
-            self.check.count(fraction)
+        self.check.has_learned = run_on_rank_0(self._has_learned, doing="reading the metrics")
 
-    def _zero_fractions(self) -> list[float]:
-        """Return the fraction of responses without advantage in each recorded step."""
+    def _has_learned(self) -> bool:
+        """Return True if a recorded step had advantages; reads up to the first such step."""
         if self.directory is None:
-            return []
-        return read_metric(self.directory.path, ZERO_FRACTION)
+            return False
+        return any(one < 1 for one in iterate_metric(self.directory.path, ZERO_FRACTION))
 
     def record(
         self,
@@ -277,9 +276,7 @@ class Recorder:
         if self.directory is None or self.log is None:
             return
         self.log.close()  # first: its warnings
-        rows = read_metrics(
-            self.directory.path, wanted=lambda key: key.startswith(("step", "eval/", "time/"))
-        )
+        rows = iterate_rows(self.directory.path / "metrics.jsonl")
         for line in ("", *closing_lines(self.directory, rows)):
             self.console.echo(line)
 
@@ -358,24 +355,35 @@ def _name(key: str) -> str:
     return key.removeprefix("eval/")
 
 
-def closing_lines(directory: RunDirectory, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Summary of a run: scores, time by phase, paths and the commands that show more."""
-    path, batches, here = directory.path, rows[-1]["step"], Path.cwd()
+def closing_lines(directory: RunDirectory, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Summary of a run: scores, time by phase, paths and the commands that show more.
+
+    rows: metrics of all steps, of which none is kept.
+    """
+    scores: dict[str, list[tuple[int, float]]] = {}
+    seconds, batches = dict.fromkeys((*PHASES, "step"), 0.0), 0
+    for row in rows:
+        batches = row["step"]
+        for key in (key for key in row if key.startswith("eval/")):
+            points = scores.setdefault(key, [])
+            if row[key] is not None:
+                points.append((batches, row[key]))
+        for phase in seconds:
+            seconds[phase] += row.get(f"time/{phase}") or 0
+    path, here = directory.path, Path.cwd()
     path = path.relative_to(here) if path.is_relative_to(here) else path
     lines = [f"Trained {path.name}: {batches} rollout batch{'es' if batches != 1 else ''}"]
-    for key in _score_keys(dict.fromkeys(key for row in rows for key in row)):
-        scores = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if scores:
-            first, last = scores[0][1], scores[-1][1]
-            best = max(scores, key=lambda score: score[1])
+    for key in _score_keys(scores):
+        if scores[key]:
+            first, last = scores[key][0][1], scores[key][-1][1]
+            best = max(scores[key], key=lambda score: score[1])
             points = percent(last - first).removesuffix("%")
             lines.append(
                 f"  {_name(key)}: {percent(first)} before -> {percent(last)} after "
                 f"({'' if points.startswith('-') else '+'}{points} points; best {percent(best[1])} "
                 f"at step {best[0]})"
             )
-    seconds = {p: sum(row.get(f"time/{p}") or 0 for row in rows) for p in PHASES}
-    total = sum(row.get("time/step") or 0 for row in rows)
+    total = seconds.pop("step")
     spent = ", ".join(f"{p} {seconds_text(s)}" for p, s in seconds.items() if s >= 0.01 * total > 0)
     adapter = [f"  adapter:       {path / directory.adapter.name}  (PEFT format)"]
     if not directory.adapter.exists():

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_rl.apps.launch import slurm
 from megatron_rl.apps.launch.slurm import EXITS, INTERRUPTED_STATUSES
 from megatron_rl.config import ConfigError, load_config
-from megatron_rl.runs.files import LOCK, atomic_write_text, is_finished, lock_owner, read_metrics
+from megatron_rl.runs.files import LOCK, atomic_write_text, is_finished, lock_owner, read_last_rows
 from megatron_rl.runtime.processes import LAUNCHER
 
 
@@ -184,7 +184,7 @@ def _describe_failure(record: Record) -> list[str]:
 
 
 def _describe_run(record: Record) -> list[str]:
-    rows = read_metrics(Path(record.run))
+    rows = read_last_rows(Path(record.run) / "metrics.jsonl", most=1)
     lines = [f"  run directory: {record.run}"]
     if rows:
         reward = rows[-1].get("reward/mean")

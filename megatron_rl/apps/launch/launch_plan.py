@@ -25,7 +25,7 @@ from megatron_rl.config import (
     parse_config,
     with_absolute_paths,
 )
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.runs.files import last_step
 
 PACKAGE = Path(megatron_rl.__file__).parent
 
@@ -232,7 +232,7 @@ def _next_folder(parent: Path) -> Path:
 
 
 def _run_problems(launch: Launch, *, resumes: bool) -> list[str]:
-    if read_metrics(launch.run_folder) and not resumes:
+    if last_step(launch.run_folder) is not None and not resumes:
         return [
             f"{launch.run_folder} already contains a run; set run.resume=auto to continue it, or "
             "choose another run.name"

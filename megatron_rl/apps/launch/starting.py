@@ -35,7 +35,7 @@ from megatron_rl.apps.launch.slurm import (
     rank_script,
 )
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.files import read_metrics
+from megatron_rl.runs.files import last_step
 
 
 def preview(launch: Launch, *, offline: bool = False) -> str:
@@ -231,8 +231,8 @@ def _process_of_run(launch: Launch) -> int | None:
 
 def _simulate_preemption(launch: Launch, preempted: threading.Event) -> None:
     assert launch.preempt_after is not None, "only started for a simulated preemption"
-    first = max(len(read_metrics(launch.run_folder)), 1)  # the first row is step 0
-    while len(read_metrics(launch.run_folder)) < first + launch.preempt_after:
+    first = last_step(launch.run_folder) or 0
+    while (last_step(launch.run_folder) or 0) < first + launch.preempt_after:
         time.sleep(1)
     preempted.set()
     _stop_run(launch)

@@ -1,9 +1,12 @@
 """A file under its name is whole, after a power cut too."""
 
 import os
+import tracemalloc
 
 from megatron_rl.runs import files
+from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.interruption import Interruption
+from megatron_rl.trainer.recorder import closing_lines
 from tests.unit.trainer.scripted import run_loop
 
 
@@ -58,10 +61,39 @@ def test_ends_of_files_are_read_and_cut_without_the_rest(tmp_path, monkeypatch):
     file = tmp_path / "metrics.jsonl"
     file.write_text(text + '{"step": 5, "a"')
     assert files.last_step(tmp_path) == 4
-    assert files.read_metric(tmp_path, "a") == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert [*files.iterate_metric(tmp_path, "a")] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    later = list(files.iterate_rows_after(file, 2))
+    assert later == rows[3:]
+    assert (
+        [*files.iterate_rows_after(file, 4)] == [*files.iterate_rows_after(tmp_path / "x", 0)] == []
+    )
     assert files.evaluation_scores(tmp_path, metric="eval/x/avg@1") == {n: n for n in range(5)}
     files.drop_rows(file, until=lambda row: row["step"] <= 2)
     assert file.read_text() == text[: text.index(files.json.dumps(rows[3]))]
     file.write_text('{"step": 1}\n')
     files.drop_rows(file, until=lambda row: False)
     assert file.read_text() == "" and files.last_step(tmp_path) is None
+    file.write_text("".join(files.json.dumps(row) + "\n" for row in rows))
+    assert [*files.iterate_rows_after(file, -1)] == rows
+
+
+def test_long_metrics_are_thinned_and_summed_without_a_list_of_their_rows(tmp_path):
+    """Show by the greatest memory in Python: 4 MB of metrics, of 2,000 steps."""
+    filling = "x" * 1900
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(2000):
+            row = {"step": step, "time/step": 0.5, "a": step, "filling": filling}
+            row |= {"eval/x/avg@1": step / 2000} if step % 100 == 50 else {}
+            file.write(files.json.dumps(row) + "\n")
+    tracemalloc.start()
+    rows, every = files.thin_metrics(tmp_path, most=10, wanted=lambda key: key != "filling")
+    lines = closing_lines(RunDirectory(tmp_path), files.iterate_rows(tmp_path / "metrics.jsonl"))
+    late = sum(1 for _ in files.iterate_rows_after(tmp_path / "metrics.jsonl", 1000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert every == 200 and late == 999
+    assert [row["step"] for row in rows if row["step"] % 100 != 50] == [*range(0, 2000, 200)]
+    assert [row["step"] for row in rows if "eval/x/avg@1" in row] == [*range(50, 2000, 100)]
+    assert lines[1].endswith("97.5% after (+95.0 points; best 97.5% at step 1950)")
+    assert lines[2].startswith("  seconds: 1000 ")
+    assert peak < 1 << 19

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megatron_rl.telemetry import curves
 from megatron_rl.telemetry.curves import draw_curves, label_of
 
 BEFORE = {"step": 0, "eval/heldout/avg@8": 0.3}
@@ -48,6 +49,22 @@ def test_draw_curves_accepts_partial_metrics(tmp_path, rows, end):
     picture = draw_curves(tmp_path)
     assert picture == tmp_path / "curves.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_of_a_long_run_have_every_nth_step_and_all_scores(tmp_path, monkeypatch):
+    drawn, draw = {}, curves._draw
+
+    def spy(axis, rows, keys, *, title, **how):
+        drawn[title] = [row["step"] for row in rows if any(key in row for key in keys)]
+        draw(axis, rows, keys, title=title, **how)
+
+    monkeypatch.setattr(curves, "_draw", spy)
+    monkeypatch.setattr(curves, "MOST_POINTS", 5)
+    scores = {7: {"eval/heldout/avg@8": 0.7}}
+    write(tmp_path, BEFORE, *(STEP | {"step": n} | scores.get(n, {}) for n in range(1, 20)))
+    draw_curves(tmp_path)
+    assert drawn["Held-out score (%)"] == [0, 7]
+    assert drawn["Gradient norm"] == [4, 8, 12, 16]
 
 
 def test_draw_curves_raises_without_metrics(tmp_path):
