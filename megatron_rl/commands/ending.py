@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,13 +20,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.runtime.failures import (
     FOLDER,
     FULL,
+    READ_ONLY,
     Cause,
     Failure,
     OtherRankError,
     RankTimeoutError,
     describe_space,
     error_chain,
+    free_files,
     is_full_disk,
+    is_read_only,
 )
 from megatron_rl.runtime.joining import ProcessPlace
 from megatron_rl.runtime.versions import CPU_INDEX, release_set
@@ -100,6 +104,10 @@ def _describe(error: Exception, place: ProcessPlace, config: Config | None) -> F
         text += "data is intact"
         with contextlib.suppress(OSError):
             text += f" ({describe_space(_full_folder(config))})"
+    elif is_read_only(error):
+        path = _path_of(error, READ_ONLY) or "the run"
+        text = f"the disk of {path} has become read-only, as after an error of the device or its "
+        text += "server: make it writable, then continue; all saved data is intact"
     elif is_user_error:
         text = str(error) + _origin(error)
     else:
@@ -138,10 +146,15 @@ def _cause(error: Exception) -> Cause:
 
 def _full_path(error: Exception, config: Config | None) -> str:
     """Return the file that could not be written, or the folder in use with the least space."""
+    return _path_of(error, FULL) or _full_folder(config)
+
+
+def _path_of(error: Exception, numbers: Sequence[int]) -> str | None:
+    """Return the file of which the system has reported one of these errors."""
     for each in error_chain(error):
-        if getattr(each, "errno", None) in FULL and getattr(each, "filename", None):
+        if getattr(each, "errno", None) in numbers and getattr(each, "filename", None):
             return str(each.filename)  # type: ignore[attr-defined]
-    return _full_folder(config)
+    return None
 
 
 def _full_folder(config: Config | None) -> str:
@@ -149,7 +162,10 @@ def _full_folder(config: Config | None) -> str:
     if config is not None and config.run.name is not None:
         folders.insert(0, str(Path(config.run.dir) / config.run.name))
     existing = [folder for folder in folders if os.path.isdir(folder)]
-    return min(existing, key=lambda folder: shutil.disk_usage(folder).free)
+    # Also full without an inode for another file.
+    return min(
+        existing, key=lambda folder: free_files(folder) != 0 and shutil.disk_usage(folder).free
+    )
 
 
 def _log_failure(error: Exception, place: ProcessPlace, config: Config) -> Path | None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed.link import Link
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
+from megatron_rl.runtime.idle import IdleTime
 from megatron_rl.runtime.joining import machine, own_cores, share_of_cores
 
 T = TypeVar("T")
@@ -278,7 +279,8 @@ class StragglerBarrier:
 
     def _wait(self, store: dist.Store, while_waiting: Callable[[], object]) -> None:
         goal = self._rounds * dist.get_world_size()
-        finished, since, pause = store.add("done", 1), time.monotonic(), _SHORTEST_PAUSE
+        finished, pause = store.add("done", 1), _SHORTEST_PAUSE
+        idle = IdleTime(self.patience, clock=time.monotonic)
         progress = store.add("all", 0)
         while finished < goal:
             time.sleep(pause)
@@ -286,8 +288,9 @@ class StragglerBarrier:
             current = store.add("done", 0), store.add("all", 0)
             while_waiting()
             if current != (finished, progress):
-                (finished, progress), since = current, time.monotonic()
-            elif time.monotonic() - since > self.patience:
+                finished, progress = current
+                idle.restart()
+            elif idle.is_over():
                 raise RankTimeoutError(
                     f"{self.name}: no rank made progress for {self.patience:g} s; waiting for "
                     + self._describe_unfinished(store)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.runtime.failures import OtherRankError, RankTimeoutError
+from megatron_rl.runtime.idle import IdleTime
 from megatron_rl.runtime.interruption import RunInterrupted
 from megatron_rl.runtime.watchdog import Heartbeat
 
@@ -255,7 +256,7 @@ class Link:
 
     def _poll(self, key: str) -> bytes:
         self._is_waiting = True
-        since, progress, pause = time.monotonic(), -1, _SHORTEST_PAUSE
+        idle, progress, pause = IdleTime(self.patience), -1, _SHORTEST_PAUSE
         try:
             while not self.store.check([key]):
                 if self.store.check([_FAILED]):
@@ -263,8 +264,9 @@ class Link:
                 self.heartbeat.count()
                 now = self.store.add(_progress_key(is_engine=not self.is_engine), 0)
                 if now != progress:
-                    progress, since = now, time.monotonic()
-                elif time.monotonic() - since > self.patience:
+                    progress = now
+                    idle.restart()
+                elif idle.is_over():
                     self._raise_late(key)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)

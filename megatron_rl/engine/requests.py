@@ -31,6 +31,7 @@ from megatron_rl.engine.sampling_masks import EngineSamplingMasks, join_masks
 from megatron_rl.engine.starting import preserved_generators
 from megatron_rl.engine.stopping import StopCriterion
 from megatron_rl.errors import UserError
+from megatron_rl.runtime.idle import IdleTime
 from megatron_rl.runtime.seeds import derive_seed
 from megatron_rl.types import Prompt, Response, SamplingSettings
 
@@ -362,10 +363,10 @@ class StallLimit:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.last_progress = time.monotonic()
+        self._idle = IdleTime(seconds)
 
     def made_progress(self) -> None:
-        self.last_progress = time.monotonic()
+        self._idle.restart()
 
     def hard_timeout(self) -> AbstractContextManager[Callable[[], None]]:
         return hard_timeout(self.seconds + CLEAN_UP_SECONDS)
@@ -374,7 +375,7 @@ class StallLimit:
         self, failure: Exception | None, should_stop: bool, finished: int, total: int
     ) -> None:
         """Raise if the limit is exceeded, or if any rank of the engine failed or has to stop."""
-        is_late = time.monotonic() - self.last_progress > self.seconds
+        is_late = self._idle.is_over()
         stalled, failed, stopped = any_rank_of_engine(is_late, failure is not None, should_stop)
         if failed:
             raise failure or RuntimeError("another rank of this engine failed")
@@ -424,20 +425,15 @@ def hard_timeout(idle: float) -> Iterator[Callable[[], None]]:
     Yields a function to call on progress. Needed for an engine step that does not return, which no
     Python exception can interrupt.
     """
-    since = time.monotonic()
+    time_left = IdleTime(idle)
     is_finished = threading.Event()
-
-    def finished_one() -> None:
-        nonlocal since
-        since = time.monotonic()
 
     def watch() -> None:
         while not is_finished.wait(min(1.0, idle / 10)):
-            seconds = time.monotonic() - since
-            if seconds > idle:
+            if time_left.is_over():
                 sys.stderr.write(
                     f"megatron-rl: rank {dist.get_rank()}: an engine step did not return, "
-                    f"and no response finished for {seconds:.0f} s: the engine hangs, or "
+                    f"and no response finished for {idle:.0f} s: the engine hangs, or "
                     "another of its ranks hangs or died\n"
                 )
                 sys.stderr.flush()
@@ -445,6 +441,6 @@ def hard_timeout(idle: float) -> Iterator[Callable[[], None]]:
 
     threading.Thread(target=watch, name="engine watch", daemon=True).start()
     try:
-        yield finished_one
+        yield time_left.restart
     finally:
         is_finished.set()

@@ -18,6 +18,7 @@ from megatron_rl.models.safetensors_headers import find_files, read_header
 from megatron_rl.models.shape import ModelShape, read_critic_shape, tensor_shapes
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.failures import free_files
 
 DOES_NOT_FIT = 3  # the exit status of a dry run of a run that does not fit
 # Environment variables of a rank, which would make the dry run act as one.
@@ -85,6 +86,7 @@ _LARGEST = 4  # bytes of a parameter in an export, where its dtype is not known
 ROLLOUT_BYTES_PER_TOKEN = 12
 EVALUATION_BYTES_PER_TOKEN = 8
 AVERAGE_LENGTH = 0.25
+FEWEST_FILES = 100  # of a checkpoint, the model and some steps
 
 
 def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
@@ -104,6 +106,11 @@ def check_disk(config: Config, run: RunDirectory, shape: ModelShape) -> None:
             f"{folder} has {describe_size(free)} free but the run needs {describe_size(needed)} "
             f"more: {parts}; free some, lower trainer.keep_checkpoints, set logging.keep_rollouts, "
             "or set run.dir to another disk"
+        )
+    if (files := free_files(folder)) is not None and files < FEWEST_FILES:
+        raise ConfigError(
+            f"the disk of {folder} can take only {files} more files, since its inodes are in use; "
+            "delete some files, or set run.dir to another disk"
         )
 
 

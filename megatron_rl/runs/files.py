@@ -55,22 +55,20 @@ def lock_owner(lock: Path) -> str | None:
     """
     if not lock.is_file():
         return None
-    with lock.open("a+", encoding="utf-8") as file:
-        if try_lock(file):
-            return None
-        file.seek(0)
-        return file.readline().strip()
+    with lock.open(encoding="utf-8") as file:  # also of another user's run, or a read-only disk
+        return None if try_lock(file) else file.readline().strip()
 
 
 def try_lock(file: IO[str]) -> bool:
     """Lock an open file until it is closed; returns False if another process owns the lock.
 
     The kernel or the NFS server releases the lock when the process exits. On file systems without
-    locks this always succeeds.
+    locks this always succeeds. A file that is open for reading is locked against writers.
     """
+    kind = fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH
     try:
         # A record lock: forked processes do not inherit it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True

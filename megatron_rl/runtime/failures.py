@@ -8,13 +8,14 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 FOLDER = "MEGATRON_RL_FAILURES"  # environment variable: folder to which a rank writes its failure
 FULL = (errno.ENOSPC, errno.EDQUOT)
+READ_ONLY = (errno.EROFS,)
 # torch's file writer drops the system's error and compares positions in the file afterwards.
 _TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter failed")
 
@@ -70,18 +71,37 @@ def first_failure(folder: str | Path) -> Failure | None:
 
 def is_full_disk(error: BaseException | None) -> bool:
     """Return True if the cause is a full disk, on this rank or on the rank that sent the error."""
+    return _has_number(error, FULL) or any(
+        sign in str(each) for each in error_chain(error) for sign in _TORCH_WRITER
+    )
+
+
+def is_read_only(error: BaseException | None) -> bool:
+    """Return True if the cause is a read-only disk, on this rank or on that of the error."""
+    return _has_number(error, READ_ONLY)
+
+
+def _has_number(error: BaseException | None, numbers: Sequence[int]) -> bool:
     return any(
-        getattr(each, "errno", None) in FULL
-        or any(os.strerror(number) in str(each) for number in FULL)
-        or any(sign in str(each) for sign in _TORCH_WRITER)
+        getattr(each, "errno", None) == number or os.strerror(number) in str(each)
         for each in error_chain(error)
+        for number in numbers
     )
 
 
 def describe_space(path: str | Path) -> str:
-    """Name the disk of an existing path with its free bytes."""
+    """Name the disk of an existing path with its free bytes, and inodes if there is none."""
     usage = shutil.disk_usage(path)
-    return f"the disk of {path} has {usage.free:,} of {usage.total:,} bytes free"
+    text = f"the disk of {path} has {usage.free:,} of {usage.total:,} bytes free"
+    if free_files(path) == 0:
+        text += ", but no more files can be made: all its inodes are in use"
+    return text
+
+
+def free_files(path: str | Path) -> int | None:
+    """Return how many files the disk of an existing path can still take; None without a limit."""
+    disk = os.statvfs(path)
+    return disk.f_favail if disk.f_files else None
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:

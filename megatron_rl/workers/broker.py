@@ -34,6 +34,7 @@ from megatron_rl.workers.template import (
 CLOSE_SECONDS = 3.0  # for `close()` of an environment
 EMIT_SECONDS = 0.002  # in which messages are collected: each one that is sent wakes the trainer
 ALIVE_SECONDS = 1.0  # between two signs of life while calls are in progress
+STOPPED_SECONDS = 2.0  # that it is late, beyond which this process has been stopped
 _LEFT_SECONDS = 12.0  # for the ends of all processes when the trainer has closed the link
 # For Python's resource tracker, which removes shared memory as it ends; it may have to start first.
 _TRACKER_SECONDS = 5.0
@@ -385,11 +386,15 @@ class Broker:
 
     async def _watch_calls(self) -> None:
         """End calls whose own time is up, and report to the trainer that others are in progress."""
-        reported_at = 0.0
+        reported_at, due_at = 0.0, time.monotonic()
         while True:
             calls = [unit for unit in self._units if unit.is_busy]
             tick = min(max(min((one.limit for one in calls), default=1.0) / 8, 0.02), 1.0)
             now = time.monotonic()
+            # This process was stopped, as all of a suspended job is: its calls used no time.
+            if (stopped := now - due_at) > STOPPED_SECONDS:
+                for unit in calls:
+                    unit.sampled = min(unit.sampled + stopped, now)
             for unit in calls:
                 if now - unit.sampled >= tick:
                     measure(unit, now=now)
@@ -398,6 +403,7 @@ class Broker:
             if calls and now - reported_at > ALIVE_SECONDS:
                 reported_at = now
                 self.emit({"alive": len(calls)})
+            due_at = now + tick
             await asyncio.sleep(tick)
 
     async def _sweep(self) -> None:

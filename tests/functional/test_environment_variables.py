@@ -4,6 +4,7 @@ In new interpreters: libraries read most of them when they are imported.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.runs.files import read_metrics
+from megatron_rl.runtime.processes import has_cuda
 from tests.functional.tiny_runs import CUT, ROOT, make_task, training_arguments
 
 pytestmark = pytest.mark.slow
+CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 TIMED = ("time/", "memory/", "sync/", "rollout/tokens_per_second", "rollout/engine_imbalance")
 SHORT = ("trainer.steps=2", "trainer.epochs=1", "trainer.minibatches=1", *CUT,
          "rollout.prompts_per_step=8", "rollout.responses_per_prompt=4", "eval.sets={}",
@@ -83,3 +86,29 @@ def test_usual_variables_change_no_metric(name, plain, tmp_path):
     assert rows == plain[0]
     if name == "vllm":  # what this release of vLLM does not read, whatever it is called
         assert "the environment has VLLM_ATTENTION_BACKEND, VLLM_USE_V1: vLLM" in output
+
+
+KERNELS = """
+from megatron_rl.runtime.processes import prepare_environment
+prepare_environment()
+import torch
+import vllm._custom_ops as ops
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+layer = ops.create_onednn_mm(torch.ones(64, 192), 1)  # of its own kernels it keeps one
+for _ in range(2):
+    for rows in range(1, 301):
+        ops.onednn_mm(layer, torch.ones(rows, 64), None)
+"""
+
+
+@pytest.mark.skipif(has_cuda(), reason="on CUDA oneDNN computes nothing")
+@pytest.mark.parametrize(("given", "made"), [({}, 600), ({CAPACITY: "1024"}, 300)])
+def test_engine_keeps_so_many_kernels(given, made):
+    """A kernel for each of 300 shapes: the first are dropped before they are needed again."""
+    clean = {name: value for name, value in os.environ.items() if name != CAPACITY}
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS], cwd=ROOT, text=True, check=True, capture_output=True,
+        env=clean | {"ONEDNN_VERBOSE": "profile_create"} | given,
+    )  # fmt: skip
+    assert len(re.findall("create:cache_miss,cpu,matmul", done.stdout)) == made

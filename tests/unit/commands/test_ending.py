@@ -111,6 +111,14 @@ def test_describe_full_disk_names_path(run, monkeypatch):
     assert f"the disk of {folder}: free some" in describe(quota, run, monkeypatch).text
 
 
+def test_describe_read_only_disk_names_path_and_what_to_do(run, monkeypatch):
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), "/runs/a/log.txt")
+    text = "has become read-only, as after an error of the device or its server: make it writable"
+    assert f"the disk of /runs/a/log.txt {text}" in describe(error, run, monkeypatch).text
+    sent = RuntimeError(f"recording step 1: rank 0: OSError: {error}")
+    assert f"the disk of the run {text}" in describe(sent, run, monkeypatch).text
+
+
 def test_describe_config_error_omits_resume_command(run, monkeypatch):
     failure = describe(ConfigError("model.path: bad"), run, monkeypatch)
     assert failure.lines(to_continue="x") == "megatron-rl: error: model.path: bad\n"

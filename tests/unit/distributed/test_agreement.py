@@ -169,38 +169,44 @@ def test_error_in_block_is_raised_on_every_rank(three_ranks):
 
 def wait_for_a_slow_rank(rank, world_size):
     """Let rank 1 advance both ranks' clock, waiting until rank 0 has polled again."""
-    work = StragglerBarrier("generating", patience=2.0)
+    work = StragglerBarrier("generating", patience=4.0)
     store = work._store
     agreement.time = SimpleNamespace(
         monotonic=lambda: float(store.add("clock", 0)), sleep=lambda _: time.sleep(0.005)
     )
 
-    def advance(done):
-        store.add("clock", 1)
-        work.advance(done, 8)
+    def pass_time(seconds):
+        store.add("clock", seconds)
         polls = store.add("polls", 0) + 2  # one of them may have started before
-        while store.add("polls", 0) < polls:
+        while store.add("polls", 0) < polls and not store.check(["raised"]):
             time.sleep(0.005)
+
+    def advance(done):
+        work.advance(done, 8)
+        pass_time(1)
 
     work.begin()
     if rank == 1:
-        for done in (1, 2, 3, 4):  # exceeds the patience in total, but not between reports
+        for done in range(1, 7):  # exceeds the patience in total, but not between reports
             advance(done)
     work.finish(while_waiting=lambda: store.add("polls", 1 - rank))
     work.begin()
     if rank == 1:
+        pass_time(50)  # both were suspended: a quarter of the patience
         advance(3)
-        store.add("clock", 3)  # no report for longer than the patience
+        for _ in range(4):  # no report for as long as the patience
+            pass_time(1)
         return None
     with pytest.raises(RankTimeoutError) as raised:
         work.finish(while_waiting=lambda: store.add("polls", 1))
+    store.set("raised", "")
     return str(raised.value)
 
 
 def test_barrier_waits_for_slow_ranks_and_names_stalled_ones():
     message = run_ranks(wait_for_a_slow_rank, 2)[0]
     assert message == (
-        "generating: no rank made progress for 2 s; waiting for rank 1, which has done 3 of 8"
+        "generating: no rank made progress for 4 s; waiting for rank 1, which has done 3 of 8"
     )
 
 

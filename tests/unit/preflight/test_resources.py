@@ -1,6 +1,8 @@
 """Tests of the estimated disk space of a run, less what its files already occupy."""
 
+import os
 import shutil
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.preflight.resources import check_disk, describe_size, export_bytes_per_parameter
 from megatron_rl.runs.directory import RunDirectory
+from megatron_rl.runtime.failures import describe_space
 from tests.unit.resharding.shapes import small_shape
 
 CONFIG = {
@@ -103,6 +106,20 @@ def test_check_disk_counts_evaluations_by_rows(tmp_path, free):
     for name in ("x_000000", "x_000004", "other_x_000000"):
         (run.evaluations / f"{name}.parquet").write_bytes(b"x" * 70)
     assert needs(run, free, **sections) == before + 2 * 70
+
+
+def test_disk_whose_inodes_are_in_use_is_refused_and_named(tmp_path, free, monkeypatch):
+    free(1 << 40)
+    disk = os.statvfs(tmp_path)
+    few = SimpleNamespace(f_files=400, f_favail=0)
+    monkeypatch.setattr(os, "statvfs", lambda folder: few)
+    with pytest.raises(ConfigError, match="can take only 0 more files, since its inodes are"):
+        check_disk(parse_config(CONFIG), RunDirectory(tmp_path / "a"), small_shape())
+    assert describe_space(tmp_path).endswith("no more files can be made: all its inodes are in use")
+    few.f_files = 0  # as btrfs: it has no limit
+    check_disk(parse_config(CONFIG), RunDirectory(tmp_path / "a"), small_shape())
+    monkeypatch.setattr(os, "statvfs", lambda folder: disk)
+    assert describe_space(tmp_path).endswith("bytes free")
 
 
 def test_check_disk_error_names_sizes_and_purposes(tmp_path, free):

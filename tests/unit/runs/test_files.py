@@ -1,7 +1,10 @@
 """A file under its name is whole, after a power cut too."""
 
 import os
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 
 from megatron_rl.runs import files
 from megatron_rl.runs.directory import RunDirectory
@@ -97,3 +100,28 @@ def test_long_metrics_are_thinned_and_summed_without_a_list_of_their_rows(tmp_pa
     assert lines[1].endswith("97.5% after (+95.0 points; best 97.5% at step 1950)")
     assert lines[2].startswith("  seconds: 1000 ")
     assert peak < 1 << 19
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from megatron_rl.runs.files import try_lock
+file = Path(sys.argv[1]).open("w")
+assert try_lock(file)
+file.write("process 1 on a\\n")
+file.flush()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_owner_of_a_lock_is_found_without_write_access(tmp_path, monkeypatch):
+    """As of the run of another user, or on a disk that became read-only."""
+    lock, opened = tmp_path / "lock", Path.open
+    command = [sys.executable, "-c", HOLD, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        monkeypatch.setattr(Path, "open", lambda path, **text: opened(path, "r", **text))
+        assert files.lock_owner(lock) == "process 1 on a"
+        holder.stdin.close()
+    assert files.lock_owner(lock) is None

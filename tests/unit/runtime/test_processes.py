@@ -50,7 +50,9 @@ def test_freed_memory_is_kept():
 def test_user_environment_variables_are_kept(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "77")
     prepare_environment()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "77"
     assert (os.environ["HF_HUB_OFFLINE"], os.environ["OMP_NUM_THREADS"]) == ("0", "7")
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"  # nothing phones home unless asked for
 
