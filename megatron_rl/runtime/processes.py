@@ -181,7 +181,7 @@ def prepare_environment() -> None:
         defaults |= {
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Kernels, one for every shape and of 0.5 MiB each, in vLLM's and in torch's oneDNN;
+            # Kernels, one for every shape and of 0.3 MiB each, in vLLM's and in torch's oneDNN;
             # by its own limit of 1,024 the heap of a rank grows for thousands of steps.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         }

@@ -47,7 +47,7 @@ SETTINGS = (
     "logging.traced_responses=0", "logging.keep_rollouts=sampled", "parallel.context=1",
     "advantage.credit=response", "data.columns={prompt: question, answer: answer}",
 )  # fmt: skip
-COLUMNS = ("run", "step", "processes", "files", "memory_mib", "temporary", "shm")
+COLUMNS = ("run", "step", "processes", "files", "memory_mib", "heap_mib", "temporary", "shm")
 SLOW = """import os, time
 _fsync = os.fsync
 def fsync(file):
@@ -277,7 +277,11 @@ class Month:
         row: Counter[str] = Counter()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
-                if _name(process) in ("command", "rank", "watchdog", "manager", "template"):
+                name = _name(process)
+                if name == "rank":
+                    parts = process.memory_maps()
+                    row["heap_mib"] += sum(one.rss for one in parts if one.path == "[heap]") >> 20
+                if name in ("command", "rank", "watchdog", "manager", "template"):
                     row["processes"] += 1
                     row["files"] += process.num_fds()
                     row["memory_mib"] += process.memory_full_info().pss >> 20

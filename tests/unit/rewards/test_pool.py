@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from megatron_rl.config.sections import RewardSection, WorkersSection
@@ -277,3 +279,21 @@ def test_workers_see_no_secrets(monkeypatch):
     assert not seen & {"WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_DATABASE"}
     with pytest.raises(VerifierError, match=r"workers.variables names NO_SUCH_KEY, not set"):
         open_pool(workers_section={"variables": ["NO_SUCH_KEY"]})
+
+
+@pytest.mark.slow
+def test_time_in_which_a_job_is_suspended_is_not_a_calls_own():
+    """All its processes are stopped for longer than the call may take, as SLURM suspends a job."""
+    with open_pool(limit=4.0) as pool:
+        session = pool.begin()
+        session.submit(0, *as_items("sleep 2"))
+        broker = psutil.Process(pool._process.pid)
+        while len(job := [broker, *broker.children(recursive=True)]) < 3:  # also template and call
+            time.sleep(0.01)
+        time.sleep(0.5)
+        for process in job:
+            process.suspend()
+        time.sleep(6.0)
+        for process in job:
+            process.resume()
+        assert [grade.reward for grade in session.finish().values()] == [len("sleep 2")]
