@@ -318,8 +318,7 @@ class LoggerThread:
         """Send a row, or all that are missing."""
         with self._call():
             assert self._logger is not None
-            is_late = self._is_behind or row is None
-            rows = self._missing_rows() if is_late else iter([row])
+            rows = self._missing_rows() if self._is_behind or row is None else iter([row])
             if not self._is_started:
                 self._logger.start(self._sent + 1)
                 self._is_started = True

@@ -365,9 +365,9 @@ def closing_lines(directory: RunDirectory, rows: Iterable[Mapping[str, Any]]) ->
     for row in rows:
         batches = row["step"]
         for key in (key for key in row if key.startswith("eval/")):
-            points = scores.setdefault(key, [])
+            found = scores.setdefault(key, [])
             if row[key] is not None:
-                points.append((batches, row[key]))
+                found.append((batches, row[key]))
         for phase in seconds:
             seconds[phase] += row.get(f"time/{phase}") or 0
     path, here = directory.path, Path.cwd()
