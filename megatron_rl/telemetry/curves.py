@@ -11,6 +11,7 @@ from megatron_rl.runs.files import PHASES, thin_metrics
 
 CURVES = "curves.png"
 MOST_POINTS = 1000  # of a curve: more than its pixels
+MOST_BARS = 200  # each is drawn by itself, for every phase: thousands take minutes on a busy host
 # Legends of metrics that share a chart; docs/metrics.md defines each average.
 LABELS = {
     "reward/mean": "all prompts",
@@ -70,7 +71,8 @@ def draw_curves(run_folder: str | Path) -> Path:
     idle = ["response/truncated_fraction", "advantage/zero_groups_fraction"]
     _draw(axes[2, 1], rows, idle, title="Cut responses, groups without advantage (fraction)")
     axes[2, 1].set_ylim(-0.02, 1.05)
-    _draw_seconds(axes[2, 2], rows, width=0.85 * every)
+    fewer = -(-len(rows) // MOST_BARS)
+    _draw_seconds(axes[2, 2], rows[::fewer], width=0.85 * every * fewer)
     for axis in axes[2]:
         axis.set_xlabel("rollout batches")
     path = folder / CURVES
