@@ -11,16 +11,15 @@ from research.study.study_plan import load_study
 ROOT = Path(__file__).parents[2]
 
 
-def read_plan(folder, monkeypatch):
-    """Read the study's file, with any number where seed 9 has not chosen yet."""
+def test_plan_has_the_runs_of_the_page_and_the_chosen_numbers(monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "research" / "configs" / "study_real_model.yaml").read_text()
-    (folder / "study.yaml").write_text(text.replace(": chosen", ": 0.01"))
-    return load_study(folder / "study.yaml", [])
-
-
-def test_plan_has_the_runs_of_the_page(tmp_path, monkeypatch):
-    study = read_plan(tmp_path, monkeypatch)
+    study = load_study(ROOT / "research" / "configs" / "study_real_model.yaml", [])
+    *_, one_epoch, four_epochs = third.choose(
+        read_stored(third.FOLDER / "real_model_rates.parquet")
+    )
+    assert one_epoch == "1 epochs: 0.00002, low 0.019, high 0.026"
+    assert four_epochs == "4 epochs: 0.00002, low 0.59, high 0.81"
+    chosen = {"1": {"low": 0.019, "high": 0.026}, "4": {"low": 0.59, "high": 0.81}}
     assert len(study.runs) == 9 + 9 + 6 + 9 + 6
     assert [run.name for run in study.runs[:4]] == [
         "4-pnpo-seed1", "4-gspo-seed1", "4-grpo-seed1", "4-pnpo-seed2",
@@ -29,8 +28,10 @@ def test_plan_has_the_runs_of_the_page(tmp_path, monkeypatch):
         trainer, point = one.config.trainer, one.point
         assert trainer.steps == third.BATCHES[point["epochs"]]
         assert one.config.updates_per_step * trainer.steps == 80
-        expected = {"grpo": None, "balanced": {"low": 0.01}}
-        tolerances = expected.get(point["objective"], {"low": 0.01, "high": 0.01})
+        assert one.config.optimizer.learning_rate == 2e-5
+        both = chosen[point["epochs"]]
+        expected = {"grpo": None, "balanced": {"low": both["low"]}}
+        tolerances = expected.get(point["objective"], both)
         assert one.config.objective.model_dump().get("constraint") == tolerances
     points = [(one.point["objective"], one.point["epochs"], one.seed) for one in study.runs]
     for number, (first, second) in enumerate(third.PRIMARY):
