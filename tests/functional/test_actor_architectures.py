@@ -317,7 +317,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("tp2-pp2-cp2-ep2", "tp2-cp2-ep2-etp1")  # the parts of two other cases together
+SLOW = ("tp2-pp2-cp2-ep2", "tp2-cp2-ep2-etp1", "dp2-ep2")  # the parts of other cases
 
 
 @pytest.mark.parametrize(

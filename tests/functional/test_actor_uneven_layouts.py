@@ -15,6 +15,7 @@ from tests.functional.test_actor_architectures import EXPERTS, SIZES
 from tests.functional.test_actor_layouts import freeze_behavior, make_rollouts, plan, randomise
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # further shapes of what `test_actor_layouts` shows
 MODELS = {
     "qwen2": ("Qwen2Config", {"head_dim": 8}),  # biases of queries, keys and values
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}),  # norms of q and k
