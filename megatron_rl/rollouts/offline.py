@@ -506,14 +506,14 @@ def _further(values: Any, name: str, count: int) -> np.ndarray:
 
 
 def _turn_rewards(rewards: Sequence[float], turns: int, total: float) -> list[float]:
-    """Return the rewards of turns; UserError unless they sum to the reward, which is a float32."""
+    """Return the rewards of turns; raises UserError unless they sum to the reward, a float32."""
     if len(rewards) not in (0, turns) or None in map(as_number, rewards):
         raise UserError(
             f"{TURN_REWARDS} is {list(rewards)!r:.80} for {turns} turns; it needs a number "
             f"of at most {LARGEST_REWARD:g} for each, or none"
         )
-    largest = max(map(abs, rewards), default=0.0)
-    if rewards and abs(math.fsum(rewards) - total) > 1e-6 * max(largest, abs(total)):
+    size = math.fsum(map(abs, [*rewards, total]))  # rewards of another tool may be float32, too
+    if rewards and abs(math.fsum(rewards) - total) > 1e-6 * size:
         raise UserError(
             f"{TURN_REWARDS} sum to {math.fsum(rewards):g}, but reward is {total:g}: it must be "
             "their sum; correct one, or leave out the rewards of turns"

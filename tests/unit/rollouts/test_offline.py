@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.data.token_rows import is_local
 from megatron_rl.distributed.topology import Topology
+from megatron_rl.errors import UserError
 from megatron_rl.objectives import build_objective
 from megatron_rl.rollouts import offline
 from megatron_rl.rollouts.batch_metrics import batch_metrics
@@ -170,6 +171,15 @@ def test_conversations_of_run_are_read_back_with_observations(tmp_path):
     assert again.own.tolist() == [True, False, False, True, True]
     grade = rollouts[0].grade_result  # the file has the sum as a float32
     assert (grade.turn_rewards, grade.reward) == ([0.9, 0.0], 0.9)
+
+
+def test_rewards_of_turns_in_float32_have_the_sum_of_the_reward():
+    """Their rounding errors add up, however small the sum is."""
+    turns = [float(np.float32(100.1)), -100.0] * 100
+    reward = float(np.float32(10.0))
+    assert offline._turn_rewards(turns, 200, reward) == turns
+    with pytest.raises(UserError, match=r"sum to 9.99985, but reward is 10.1"):
+        offline._turn_rewards(turns, 200, 10.1)
 
 
 RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no turn follows
