@@ -272,7 +272,7 @@ def build_optimizer(
     ddp_chunks[0].config.grad_scale_func = optimizer.scale_loss
     for part in optimizer_parts(optimizer):
         _allocate_moments(part.optimizer)
-        step_in_one_kernel(part.optimizer, next(ddp_chunks[0].parameters()).device)
+        step_in_one_kernel(part.optimizer)
     return optimizer
 
 
@@ -288,21 +288,19 @@ def step_optimizer(optimizer: MegatronOptimizer, ddp_chunks: list[DistributedDat
         chunk.start_param_sync()
 
 
-def step_in_one_kernel(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Use torch's fused Adam on CUDA if Transformer Engine's Adam is not installed.
+def step_in_one_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Use torch's fused Adam if Transformer Engine's Adam is not installed.
 
     The default implementation makes several passes and a temporary as large as the parameters. The
-    fused kernel counts steps on the device. The choice depends on the device, not on a group's
-    parameters: a rank may have none, and a checkpoint stores one set of options for all ranks.
+    fused kernel counts steps on the device. A checkpoint may have stored another choice.
     """
     if not isinstance(optimizer, torch.optim.Adam):
         return
     for group in optimizer.param_groups:
-        group["fused"] = device.type == "cuda"
-        if group["fused"]:
-            for parameter in group["params"]:
-                state = optimizer.state[parameter]
-                state["step"] = state["step"].to(parameter.device)
+        group["fused"] = True
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state["step"] = state["step"].to(parameter.device)
 
 
 def _allocate_moments(optimizer: torch.optim.Optimizer) -> None:

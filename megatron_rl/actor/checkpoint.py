@@ -381,7 +381,7 @@ def load_checkpoint(
         load_options(stored, loaded["optimizer"])  # tensors were read in place
         for part in optimizer_parts(stored):
             _normalize_optimizer_state(part.optimizer)
-            step_in_one_kernel(part.optimizer, topology.device)
+            step_in_one_kernel(part.optimizer)
     elif optimizer is not None:
         optimizer.reload_model_params()
     return int(state["updates"])

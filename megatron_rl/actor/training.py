@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.actor.build import build_chunks, build_optimizer, step_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import ShardWriter, load_checkpoint, save_checkpoint
@@ -116,7 +117,9 @@ def take_step(
     for part in optimizer_parts(optimizer):
         parameters = part.get_parameters()
         if max_grad_norm > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_grad_norm, grad_norm)
+            # Megatron's function makes a copy of every gradient where it has no kernel, on CPUs.
+            norm = torch.tensor(grad_norm, dtype=torch.float64)
+            clip_grads_with_norm_(parameters, max_grad_norm, norm)
     step_optimizer(optimizer, ddp_chunks)
     return result
 

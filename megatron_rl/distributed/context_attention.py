@@ -118,12 +118,24 @@ def _attend_runs_backward(
     return kernel(grad, query, key, value, out, log_sum, dropout_p=0.0, **causal, scale=scale)
 
 
-def _product(left: Tensor, right: Tensor, *, into: Tensor) -> None:
-    """Write the batched product left @ right into `into`, rounded to its precision."""
-    if into.dtype == left.dtype:
-        torch.bmm(left, right, out=into)
-    else:
-        into.copy_(torch.bmm(left, right))
+def _head_runs(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
+    """Return the query heads and key heads of each call: one of each, or whole groups.
+
+    query [H, s, q, d], key [K, s, k, d]. All scores of a call, [h, s, q, k], fit into the cache.
+    """
+    repeats, pairs = len(query) // len(key), key[0, ..., 0].numel() * query.shape[2]
+    if pairs * repeats > BATCH_PAIRS:
+        return [(slice(h, h + 1), slice(h // repeats, h // repeats + 1)) for h in range(len(query))]
+    groups = BATCH_PAIRS // max(pairs * repeats, 1)
+    starts = range(0, len(key), max(groups, 1))
+    return [(slice(k * repeats, (k + groups) * repeats), slice(k, k + groups)) for k in starts]
+
+
+def _batch(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return a batch of `heads` heads, each of x repeated; [h, s, n, d] -> [heads * s, n, d]."""
+    if len(x) < heads:
+        x = x[:, None].expand(-1, heads // len(x), -1, -1, -1).flatten(0, 1)
+    return x.to(dtype).flatten(0, 1)
 
 
 def _attend_batch(
@@ -136,22 +148,25 @@ def _attend_batch(
     scale: float,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
-    """Attend a batch of short sequences into `out`; return each head's weights [s, q, k].
+    """Attend a batch of short sequences into `out`; return the weights, [h, s, q, k] of each run.
 
     query, out [H, s, q, d]; key, value [K, s, k, d].
     """
-    repeats, weights = len(query) // len(key), []
+    weights = []
     wide = torch.promote_types(query.dtype, torch.float32)
     mask = mask.to(wide)
-    for head, (q, into) in enumerate(zip(query, out, strict=True)):
-        k, v = key[head // repeats].to(wide), value[head // repeats].to(wide)
-        scores = torch.baddbmm(mask, q.to(wide), k.transpose(1, 2), alpha=scale)
+    for heads, groups in _head_runs(query, key):
+        into = out[heads]
+        q, k, v = (_batch(x, len(into), wide) for x in (query[heads], key[groups], value[groups]))
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
         if sinks is None:
-            weights.append(scores.softmax(-1))
+            p = scores.softmax(-1)
         else:
-            sink = sinks[head].to(wide).expand(*scores.shape[:2], 1)
-            weights.append(torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1])
-        _product(weights[-1], v, into=into)
+            sink = sinks[heads].to(wide).repeat_interleave(query.shape[1])[:, None, None]
+            sink = sink.expand(-1, scores.shape[1], 1)
+            p = torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
+        into.copy_(torch.bmm(p, v).view_as(into))
+        weights.append(p.unflatten(0, (len(into), -1)))
     return weights
 
 
@@ -171,16 +186,22 @@ def _attend_batch_backward(
     for weights that sum to less than 1, because a sink has no value.
     """
     repeats, (grad_query, grad_key, grad_value) = len(query) // len(key), into
-    for head, p in enumerate(weights):
-        # The first head of a group overwrites the buffer, the others add to it.
-        group, beta = head // repeats, int(head % repeats > 0)
-        g, q, k, v = (x.to(p.dtype) for x in (grad[head], query[head], key[group], value[group]))
+    for (heads, groups), kept in zip(_head_runs(query, key), weights, strict=True):
+        p, count = kept.flatten(0, 1), len(kept)
+        given = (grad[heads], query[heads], key[groups], value[groups])
+        g, q, k, v = (_batch(x, count, p.dtype) for x in given)
         grad_weights = torch.bmm(g, v.transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_weights, p, -1, p.dtype)
         grad_scores *= scale
-        _product(grad_scores, k, into=grad_query[head])
-        grad_key[group].baddbmm_(grad_scores.transpose(1, 2), q, beta=beta)
-        grad_value[group].baddbmm_(p.transpose(1, 2), g, beta=beta)
+        grad_query[heads] = torch.bmm(grad_scores, k).view_as(grad_query[heads])
+        for total, part in (
+            (grad_key[groups], torch.bmm(grad_scores.transpose(1, 2), q)),
+            (grad_value[groups], torch.bmm(p.transpose(1, 2), g)),
+        ):
+            by_head = part.view(len(total), -1, *total.shape[1:])
+            by_head = by_head.sum(1) if by_head.shape[1] > 1 else by_head[:, 0]
+            # The first head of a group overwrites the buffer, other runs of the group add to it.
+            total.copy_(by_head if heads.start % repeats == 0 else total + by_head)
 
 
 def _sink_gradient(grad: Tensor, out: Tensor, sink_weights: Tensor) -> Tensor:
@@ -257,7 +278,7 @@ class PackedAttention(torch.autograd.Function):
             if block.mask is not None:
                 _attend_batch_backward(g, q, k, v, kept, into=(dq, dk, dv), scale=ctx.scale)
                 if grad_sinks is not None:
-                    of_sinks = torch.stack([1 - weights.sum(-1) for weights in kept], dim=1)
+                    of_sinks = 1 - torch.cat([p.sum(-1) for p in kept]).transpose(0, 1)
                     grad_sinks += _sink_gradient(g.transpose(0, 1), o.transpose(0, 1), of_sinks)
                 continue
             if block.rows.start == 0:  # the first run of these sequences

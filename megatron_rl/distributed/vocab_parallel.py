@@ -18,6 +18,8 @@ most tokens that a mask keeps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.collectives import Group, gather_stacked
+from megatron_rl.runtime.processes import has_bfloat16_instructions
 
 # Logits per tile: few enough for a CPU's cache, or enough to keep a GPU busy.
 TILE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 MAX_TILE_TOKENS = 2048
+ALIGNED_ROWS = 64  # products of other numbers of rows are slower
 # Rows of a low-precision weight gradient computed at once before adding them to the float32 one.
 WEIGHT_ROWS = 1 << 14
 # Logit of a token that the sampler removed: its exp is 0 next to any real logit. It is finite,
@@ -53,12 +57,29 @@ class VocabShard:
 def tile_shape(tokens: int, *, rows: int, device: str) -> tuple[int, int]:
     """Return (tokens, vocabulary rows) of one tile of logits, bounded by TILE_ELEMENTS."""
     tile_tokens = max(1, min(tokens, MAX_TILE_TOKENS))
-    return tile_tokens, max(1, min(rows, TILE_ELEMENTS[device] // tile_tokens))
+    tile_rows = TILE_ELEMENTS[device] // tile_tokens // ALIGNED_ROWS * ALIGNED_ROWS
+    return tile_tokens, max(1, min(rows, tile_rows))
 
 
 def spans(total: int, step: int) -> list[slice]:
     """Cut `total` indices into slices of at most `step`."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+@contextmanager
+def _rounded_to(dtype: torch.dtype) -> Iterator[None]:
+    """Let a CPU round the operands of float32 products to bfloat16, if they were made from it.
+
+    Nothing is lost then, sums and result stay in float32, and instructions for bfloat16 are used.
+    """
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    if dtype == torch.bfloat16 and has_bfloat16_instructions():
+        settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -68,7 +89,8 @@ def compute_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor
     elif hidden.is_cuda:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
-        logits = hidden.float() @ weight.float().t()
+        with _rounded_to(hidden.dtype):
+            logits = hidden.float() @ weight.float().t()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -56,14 +56,20 @@ def describe_address_space() -> str | None:
     )
 
 
-def describe_slow_bfloat16(dtype: str) -> str | None:
-    """Return a warning if `trainer.dtype` is bfloat16 on a CPU without instructions for it."""
-    if dtype != "bfloat16" or has_cuda() or not CPU_INFO.is_file():
+@lru_cache(maxsize=1)
+def has_bfloat16_instructions() -> bool | None:
+    """Return whether the processor has instructions for bfloat16; None if that is unknown."""
+    if not CPU_INFO.is_file():
         return None
     flags = re.search(
         r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(encoding="utf-8"), flags=re.MULTILINE
     )
-    if flags is None or BFLOAT16_FLAGS & set(flags[1].split()):
+    return None if flags is None else bool(BFLOAT16_FLAGS & set(flags[1].split()))
+
+
+def describe_slow_bfloat16(dtype: str) -> str | None:
+    """Return a warning if `trainer.dtype` is bfloat16 on a CPU without instructions for it."""
+    if dtype != "bfloat16" or has_cuda() or has_bfloat16_instructions() is not False:
         return None
     return (
         "warning: trainer.dtype=bfloat16 is slower than float32 on this processor, which has no "

@@ -35,7 +35,7 @@ STEP = (
     Metric(("advantage/zero_fraction",), "0..1", "responses whose advantage (with `advantage.credit: turn`, each turn's) is 0", "all"),
     Metric(("advantage/zero_groups_fraction",), "0..1", "groups from which nothing is learned (TRL: `frac_reward_zero_std`)", "all"),
     Metric(("critic/loss",), "", "value loss ([Critic](critic.md))", "critic's updates"),
-    Metric(("critic/explained_variance",), "", "1 - Var(return - value) / Var(return): 1 if values are right, 0 if no better than a constant", "critic's updates"),
+    Metric(("critic/explained_variance",), "", "1 - Var(return - value) / Var(return) over all updates: 1 if values are right, 0 if no better than a constant", "critic's updates"),
     Metric(("critic/value_mean", "critic/return_mean"), "", "means of values and of their target returns", "critic's updates"),
     Metric(("critic/clipped_fraction",), "0..1", "tokens whose value moved beyond `critic.value_clip`, in the wrong direction or too far", "critic's updates"),
     Metric(("critic/grad_norm", "critic/learning_rate", "critic/updates"), "", "as of the policy", "critic's updates"),

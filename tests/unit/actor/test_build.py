@@ -1,9 +1,9 @@
-"""Choice of torch's Adam implementation by device."""
+"""Choice of torch's Adam implementation."""
 
 import torch
 
 from megatron_rl.actor.build import step_in_one_kernel
-from megatron_rl.apps.planning.fake_device import CPU, CUDA, fake_device
+from megatron_rl.apps.planning.fake_device import CUDA, fake_device
 
 
 def adam(parameter):
@@ -12,19 +12,19 @@ def adam(parameter):
     return optimizer
 
 
-def test_cuda_uses_fused_adam_with_device_step_counts():
+def test_steps_are_counted_on_the_device():
     with fake_device(CUDA):
         parameter = torch.empty(8, device="cuda", requires_grad=True)
         optimizer = adam(parameter)
-        step_in_one_kernel(optimizer, CUDA)
+        step_in_one_kernel(optimizer)
         assert optimizer.param_groups[0]["fused"]
         assert optimizer.state[parameter]["step"].is_cuda
 
 
-def test_state_saved_on_cuda_uses_default_adam_on_cpu():
+def test_state_saved_by_another_implementation_is_stepped_in_one_kernel():
     parameter = torch.ones(8, requires_grad=True)
     optimizer = adam(parameter)
-    optimizer.param_groups[0]["fused"] = True  # as in its checkpoint
-    step_in_one_kernel(optimizer, CPU)
     assert not optimizer.param_groups[0]["fused"]
+    step_in_one_kernel(optimizer)
+    assert optimizer.param_groups[0]["fused"]
     assert not optimizer.state[parameter]["step"].is_cuda

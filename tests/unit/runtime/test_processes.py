@@ -288,7 +288,11 @@ def test_bfloat16_without_instructions_for_it_is_named(monkeypatch, tmp_path):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\nbugs\t\t: spectre\n\n")
         monkeypatch.setattr(processes, "CPU_INFO", tmp_path / "cpuinfo")
         monkeypatch.setattr(processes, "has_cuda", lambda: cuda)
-        return processes.describe_slow_bfloat16(dtype)
+        processes.has_bfloat16_instructions.cache_clear()
+        try:
+            return processes.describe_slow_bfloat16(dtype)
+        finally:
+            processes.has_bfloat16_instructions.cache_clear()
 
     ice_lake, arm = "flags\t\t: fpu avx2 avx512f", "Features\t: asimd"
     for flags in (ice_lake, arm):
