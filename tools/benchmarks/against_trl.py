@@ -91,6 +91,10 @@ LAYOUTS = {
 }
 
 
+PEERS = ("TRL", "TRL, bfloat16")
+BFLOAT16 = ("TRL, bfloat16", "data 2, bfloat16")
+
+
 def score(text: str, ground_truth: str, data_source: str) -> float:
     """Return the artificial reward: whether the response's length is odd."""
     return float(len(text) % 2)
@@ -179,9 +183,9 @@ def peer_settings(name: str, batches: int) -> dict:
             "sequences": not size.is_pretrained, "threads": os.cpu_count()}  # fmt: skip
 
 
-def run_trl(name: str, task: Path, batches: int) -> dict:
+def run_trl(name: str, task: Path, batches: int, system: str = "TRL") -> dict:
     """Run TRL; return the phases of each rollout batch and the peak memory."""
-    settings = peer_settings(name, batches)
+    settings = {**peer_settings(name, batches), "bfloat16": system in BFLOAT16}
     program = Path(__file__).with_name("trl_side.py")
     command = [str(TRL / "bin" / "python"), str(program), str(task), json.dumps(settings)]
     output, peak = run_watched(command, environment={})
@@ -277,8 +281,8 @@ def measure(name: str, *, batches: int, file: Path, systems: list[str]) -> None:
     """Run one round and append a line per system."""
     task = make_task(name)
     for system in systems:
-        if system == "TRL":
-            result = run_trl(name, task, 1 + batches)
+        if system in PEERS:
+            result = run_trl(name, task, 1 + batches, system)
         else:
             result = run_ours(name, task, 1 + batches, system)
         line = {"size": name, "system": system, **result}
@@ -315,18 +319,19 @@ def describe(name: str, system: str, lines: list[dict], trl: float | None = None
 
 
 def print_table(file: Path) -> None:
-    """Format all measurements; `times TRL` is the speedup over TRL."""
+    """Format all measurements; `times TRL` is the speedup over TRL with the same data type."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for name in SIZES:
         groups = {
             system: [line for line in lines if (line["size"], line["system"]) == (name, system)]
-            for system in ("TRL", *LAYOUTS)
+            for system in (*PEERS, *LAYOUTS)
         }
-        counted = [row["seconds"] for line in groups["TRL"] for row in line["rows"][1:]]
-        trl = statistics.median(counted) if counted else None
         for system, some in groups.items():
+            peer = groups["TRL, bfloat16" if system in BFLOAT16 else "TRL"]
+            counted = [row["seconds"] for line in peer for row in line["rows"][1:]]
             if some:
+                trl = statistics.median(counted) if counted else None
                 print(describe(name, system, some, trl))
 
 
@@ -339,7 +344,7 @@ def main() -> None:
         "--batches", type=int, default=5, help="Number of measured rollout batches."
     )
     # bfloat16 is faster than float32 only where the processor has instructions for it.
-    parser.add_argument("--systems", nargs="+", choices=("TRL", *LAYOUTS),
+    parser.add_argument("--systems", nargs="+", choices=(*PEERS, *LAYOUTS),
                         default=["TRL", *(x for x in LAYOUTS if "bfloat16" not in x)])  # fmt: skip
     parser.add_argument("--file", type=Path, default=FOLDER / "measured.jsonl")
     arguments = parser.parse_args()

@@ -108,7 +108,7 @@ def make_arguments(settings: dict, *, updates: int, folder: str) -> GRPOConfig:
         learning_rate=settings["rate"],
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
+        bf16=torch.cuda.is_available() or settings.get("bfloat16", False),
         use_vllm=torch.cuda.is_available(),  # on a GPU in the trainer's process, as here
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.4,
