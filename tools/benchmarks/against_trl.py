@@ -7,7 +7,8 @@
 Both start from the same model with the same number of prompts, responses, epochs and minibatches
 and the same maximum length. A round runs TRL, then this system with each layout, for one warm-up
 rollout batch and several measured ones; nothing else should run on the machine. The time of a
-rollout batch includes generation, rewards, log-probs, all updates and the weight push. Memory is
+rollout batch includes generation, rewards, log-probs, all updates and the weight push, and not the
+checkpoint at the end of our run, since TRL is told to save none. Memory is
 the sampled peak of the proportional set sizes of all processes of a system.
 
 `quickstart` is the tiny task with its trained model and reward, `135m` a pretrained model with
@@ -230,7 +231,7 @@ def run_ours(
     lines = (FOLDER / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [
         {
-            "seconds": row["time/step"],
+            "seconds": row["time/step"] - row.get("time/checkpoint", 0.0),
             "generate": row.get("time/rollout", 0.0) + row.get("time/reward", 0.0),
             "logprobs": row.get("time/behavior", 0.0),
             "train": row["time/train"],
