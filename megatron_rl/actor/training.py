@@ -13,7 +13,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from megatron_rl.actor.build import build_chunks, build_optimizer, step_optimizer, wrap_chunks
 from megatron_rl.actor.checkpoint import ShardWriter, load_checkpoint, save_checkpoint
@@ -117,11 +116,19 @@ def take_step(
     for part in optimizer_parts(optimizer):
         parameters = part.get_parameters()
         if max_grad_norm > 0 and parameters:
-            # Megatron's function makes a copy of every gradient where it has no kernel, on CPUs.
-            norm = torch.tensor(grad_norm, dtype=torch.float64)
-            clip_grads_with_norm_(parameters, max_grad_norm, norm)
+            _clip(parameters, max_grad_norm, grad_norm)
     step_optimizer(optimizer, ddp_chunks)
     return result
+
+
+def _clip(parameters: Sequence[Tensor], max_norm: float, norm: float) -> None:
+    """Scale gradients in place to a norm of at most `max_norm`, given their norm.
+
+    Megatron's `clip_grad_by_total_norm_fp32`, which makes a copy of every gradient on a CPU.
+    """
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1:
+        torch._foreach_mul_([one.grad for one in parameters if one.grad is not None], coefficient)
 
 
 # A micro-batch's loss per token, and what the last stage reports of it, from the head's output.

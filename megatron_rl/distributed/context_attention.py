@@ -25,11 +25,11 @@ exist during one layer's pass; above KEPT_BYTES they are selected again in the b
 CUDA, `joined_attention` copies no keys, except where a window hides some (it then copies at most a
 window for each sequence) or in float32, for which its kernel does not exist.
 
-*On a CPU*, one head after another. Queries, keys and values are stored by head, [heads, slots, d]:
-batched matrix products then read the short sequences of a block without a copy, and one head's
-scores fit into the cache. Long sequences go to torch's CPU kernel in runs of queries, in memory
-linear in the tokens. Rotary embeddings use the same memory layout, so no transposition is needed in
-between.
+*On a CPU*, one head after another, or as many groups of heads at once as have their scores in the
+cache. Queries, keys and values are stored by head, [heads, slots, d]: batched matrix products then
+read the short sequences of a block of one head without a copy. Long sequences go to torch's CPU
+kernel in runs of queries, in memory linear in the tokens. Rotary embeddings use the same memory
+layout, so no transposition is needed in between.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ class VocabShard:
 def tile_shape(tokens: int, *, rows: int, device: str) -> tuple[int, int]:
     """Return (tokens, vocabulary rows) of one tile of logits, bounded by TILE_ELEMENTS."""
     tile_tokens = max(1, min(tokens, MAX_TILE_TOKENS))
-    tile_rows = TILE_ELEMENTS[device] // tile_tokens // ALIGNED_ROWS * ALIGNED_ROWS
+    tile_rows = TILE_ELEMENTS[device] // tile_tokens
+    if tile_rows > ALIGNED_ROWS:
+        tile_rows -= tile_rows % ALIGNED_ROWS
     return tile_tokens, max(1, min(rows, tile_rows))
 
 

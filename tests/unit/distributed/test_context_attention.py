@@ -92,6 +92,15 @@ def test_attention_of_one_process_equals_definition(fused, lengths):
     _check([_attend_on_rank(0, 1, lengths, fused)], lengths)
 
 
+@pytest.mark.parametrize("pairs", [1 << 12, 1 << 13, 1 << 17], ids=["head", "group", "heads"])
+def test_calls_of_one_head_of_a_group_and_of_all_heads_equal_definition(pairs, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_PAIRS", pairs)
+    calls = module._head_runs(torch.empty(HEADS, 1, 64, DIM), torch.empty(GROUPS, 1, 64, DIM))
+    assert len(calls) == {1 << 12: HEADS, 1 << 13: GROUPS, 1 << 17: 1}[pairs]
+    results = _attend_on_rank(0, 1, SHORT_LENGTHS, False, sinks=True)
+    _check([results], SHORT_LENGTHS, with_sinks=True)
+
+
 def _check(results, lengths, window=None, with_sinks=False, parents=(), used=()):
     leaves = [x.double().requires_grad_() for x in _inputs(lengths)[:3]]
     sinks = torch.tensor(SINKS, dtype=torch.float64).requires_grad_() if with_sinks else None
