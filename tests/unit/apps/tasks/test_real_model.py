@@ -37,6 +37,15 @@ def test_files_have_questions_apart(tmp_path):
     assert not {row["question"] for row in held} & {row["question"] for row in train}
 
 
+def test_both_sets_of_chain_sums_have_few_problems_of_two_terms():
+    pytest.importorskip("reasoning_gym")
+    questions = real_model.draw_chain_sums(real_model.HELDOUT + real_model.TRAIN)
+    assert len({q.text for q in questions}) == len(questions) > 2000
+    short = [sum(c in "+-" for c in q.text) == 1 for q in questions]
+    for part in (short[: real_model.HELDOUT], short[real_model.HELDOUT :]):
+        assert 0 < sum(part) < 0.1 * len(part)
+
+
 @pytest.mark.parametrize(
     ("text", "reward"),
     [("42", 1), ("28 + 14 = 42 coins.", 1), ("42 coins, not 43", 0), ("none", 0), ("1,042", 0)],
