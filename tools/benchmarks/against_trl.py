@@ -7,9 +7,9 @@
 Both start from the same model with the same number of prompts, responses, epochs and minibatches
 and the same maximum length. A round runs TRL, then this system with each layout, for one warm-up
 rollout batch and several measured ones; nothing else should run on the machine. The time of a
-rollout batch includes generation, rewards, log-probs, all updates and the weight push, and not the
-checkpoint at the end of our run, since TRL is told to save none. Memory is
-the sampled peak of the proportional set sizes of all processes of a system.
+rollout batch includes generation, rewards, log-probs, all updates and the weight push, but no
+checkpoint, since TRL saves none. Memory is the sampled peak of the proportional set sizes of all
+processes of a system.
 
 `quickstart` is the tiny task with its trained model and reward, `135m` a pretrained model with
 questions in words and their real reward, by GRPO with one epoch. The other sizes have an artificial
