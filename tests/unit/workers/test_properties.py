@@ -466,7 +466,7 @@ def open_leaver(**settings):
 
 def test_temporary_files_end_with_their_process_and_a_server_of_the_module_with_the_run():
     lines = []
-    with open_leaver(limit=2.0, echo=lines.append) as pool:
+    with open_leaver(limit=5.0, echo=lines.append) as pool:
         folder = pool._temporary
         (first,), (late,), (failed,) = play(pool, [{}, {"hangs": True}, {"floods": True}])
         assert (first.reason, late.kind, failed.kind) == ("here", "timed_out", "failed")
