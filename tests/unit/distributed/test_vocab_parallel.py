@@ -201,6 +201,19 @@ def test_low_precision_operands_give_logprobs_as_exact_as_float32(monkeypatch):
         assert (one.double() - other).norm() < 2**-8 * other.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_bfloat16_operands_are_rounded_to_it_and_the_setting_is_restored(dtype, monkeypatch):
+    monkeypatch.setattr(vocab_parallel, "has_bfloat16_instructions", lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(64, 64, generator=generator).to(dtype) for _ in range(2))
+    expected = hidden.double() @ weight.double().t()
+    assert (vocab_parallel.compute_logits(hidden, weight, 1.0) - expected).abs().max() < 1e-4
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    with vocab_parallel._rounded_to(dtype):
+        wanted = "bf16" if dtype == torch.bfloat16 else "none"
+        assert torch.backends.mkldnn.matmul.fp32_precision == wanted
+
+
 def test_no_tokens_give_no_logprobs():
     hidden, weight, _, _, _ = _inputs()
     none, _ = token_logprobs(
