@@ -55,10 +55,12 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     from megatron_rl.apps.planning.fit import DoesNotFitError
     from megatron_rl.apps.planning.models import with_built_in_model
     from megatron_rl.config import load_config
+    from megatron_rl.preflight.hub_names import with_gguf_folders
     from megatron_rl.preflight.resources import DOES_NOT_FIT
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(options.config, options.overrides)
+        config = with_gguf_folders(config, echo=_progress)
         try:
             text = _dry_run(with_built_in_model(config, Path(folder)), options)
         except DoesNotFitError as error:

@@ -38,7 +38,7 @@ LAYOUT_KEYS = {
 def add_parser(commands: Commands) -> None:
     add_command(
         commands, "plan", run,
-        option("model", "Folder with a config.json, or a model name.", metavar="MODEL"),
+        option("model", "Folder with a config.json, GGUF file, or model name.", metavar="MODEL"),
         option("--devices", "Total number of devices.", type=count, required=True, metavar="N"),
         option("--device", "Kind of device. Default: %(default)s.", default="h100", metavar="KIND"),
         option("--per-node", "Devices per node. Default: that of the kind.",
@@ -89,7 +89,10 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.models import find_shape, with_built_in_model
+    from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf
 
+    if (file := find_gguf(options.model)) is not None:
+        options.model = str(folder_of_gguf(file, echo=_warn))
     shape = find_shape(options.model)  # before the other imports, which take seconds
     from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.rates import find_device
@@ -178,6 +181,8 @@ def _warn(line: str) -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     """Return the config to start from, and the layout dimensions that the overrides fix."""
+    from megatron_rl.preflight.hub_names import with_gguf_folders
+
     values = {} if options.config is None else read_config_values(options.config)
     for override in options.overrides:
         apply_override(values, override)
@@ -187,7 +192,7 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
         model["path"] = options.model if is_folder else f"models/{options.model.split('/')[-1]}"
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
-    config = parse_config(values)
+    config = with_gguf_folders(parse_config(values), echo=_warn)
     if config.data.epochs is not None:
         from megatron_rl.preflight.start import resolve_epochs
 

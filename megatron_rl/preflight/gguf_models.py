@@ -55,10 +55,14 @@ DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r")
 def find_gguf(path: str | Path) -> Path | None:
     """Return the GGUF file that `path` is, or the GGUF file in a folder without config.json.
 
-    None for any other path. Raises UserError if the folder has several.
+    None for any other path. Raises UserError if the folder has several, or the file is missing.
     """
     path = Path(path)
-    if path.suffix.lower() == SUFFIX and path.is_file():
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        if not path.exists():
+            raise UserError(
+                f"{path.absolute()} does not exist; give a GGUF file or a Hugging Face model folder"
+            )
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None

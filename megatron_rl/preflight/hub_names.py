@@ -36,8 +36,28 @@ def resolve_hub_names(
                 resolved[key] = _resolve_model(name, earlier.get(key, ""), echo)
         except ValueError as error:
             problems.append(f"{key}: {error}")
+    changed = _with_names(config, resolved)
+    values = changed.model_dump()
+    # A set's own name may contain a dot, so the overrides contain whole mappings of sets.
+    settings = sorted({".".join(key.split(".")[:2]) for key in resolved})
+    pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
+    return changed, overrides, problems
+
+
+def with_gguf_folders(config: Config, *, echo: Callable[[str], object]) -> Config:
+    """Return the config with the folder of each model that is given as a GGUF file.
+
+    echo: receives a line before a file is read. Raises ConfigError for an unusable GGUF file.
+    """
+    folders = _read_gguf_files(config, echo=echo)
+    return _with_names(config, {key: str(folder) for key, folder in folders.items()})
+
+
+def _with_names(config: Config, names: dict[str, str]) -> Config:
+    """Return the config with these names at the keys of `_names`."""
     values = config.model_dump()
-    for key, name in resolved.items():
+    for key, name in names.items():
         section, _, setting = key.partition(".")
         field, dot, in_set = setting.partition(".")  # data.mix.NAME, eval.sets.NAME
         if not dot:
@@ -46,11 +66,7 @@ def resolve_hub_names(
             values[section][field][in_set] = name
         else:
             values[section][field][in_set]["path"] = name
-    # A set's own name may contain a dot, so the overrides contain whole mappings of sets.
-    settings = sorted({".".join(key.split(".")[:2]) for key in resolved})
-    pairs = [(field, values[field.split(".")[0]][field.split(".")[1]]) for field in settings]
-    overrides = [f"{key}={json.dumps(value)}" for key, value in pairs]
-    return parse_config(values), overrides, problems
+    return parse_config(values)
 
 
 def _read_gguf_files(config: Config, *, echo: Callable[[str], object]) -> dict[str, Path]:

@@ -7,11 +7,12 @@ import torch
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from megatron_rl.apps.planning.models import find_shape
 from megatron_rl.config import ConfigError, parse_config
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import gguf_models
 from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf, read_gguf
-from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.preflight.hub_names import resolve_hub_names, with_gguf_folders
 
 SIZES = {
     "hidden_size": 64,
@@ -157,3 +158,19 @@ def test_folder_with_several_files_is_ambiguous(tmp_path):
     config = parse_config({"model": {"path": str(tmp_path)}, "data": {"train": "t.jsonl"}})
     with pytest.raises(ConfigError, match=r"model.path: .* has 2 GGUF files .*: a.gguf; b.gguf"):
         resolve_hub_names(config)
+
+
+@pytest.mark.parametrize("key", ["path", "reference"])
+def test_missing_file_is_named_and_not_searched_on_the_hub(tmp_path, key):
+    values = {"path": str(tmp_path), key: "models/m.gguf"}  # has the form of a name on the hub
+    kl = {"kl": {"coefficient": 0.1}}  # for which a reference is read
+    config = parse_config({"model": values, "data": {"train": "t.jsonl"}, "objective": kl})
+    with pytest.raises(ConfigError, match=rf"model.{key}: /.*/models/m.gguf does not exist; give"):
+        resolve_hub_names(config)
+
+
+def test_commands_that_plan_read_the_file_of_the_config(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", model_of("llama"))
+    config = parse_config({"model": {"path": str(file)}, "data": {"train": "t.jsonl"}})
+    folder = with_gguf_folders(config, echo=print).model.path
+    assert folder != str(file) and find_shape(folder).architecture == "LlamaForCausalLM"
