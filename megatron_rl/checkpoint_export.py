@@ -55,6 +55,12 @@ def plan_export(
     """
     source, target = Path(source), Path(target)
     checkpoint = _find_checkpoint(source, CRITIC if critic else FOLDER)
+    other, named = (FOLDER, "policy") if critic else (CRITIC, "critic")
+    if is_checkpoint(source) and source.name == other:
+        raise ConfigError(
+            f"{source.absolute()} is the {named}'s; give the folder that it is in, or "
+            + ("leave out --critic" if critic else "--critic")
+        )
     if checkpoint is None and critic and _find_checkpoint(source, FOLDER) is not None:
         raise ConfigError(
             f"{source.absolute()} was trained without a critic; export the policy, without --critic"

@@ -97,6 +97,11 @@ FEATURES: dict[str, Feature] = {
         ("lora.rank=8", "optimizer.learning_rate=1e-4"),
         {"fp8": "adapters have not been tried with products in fp8"},
     ),
+    "a critic's LoRA": Feature(
+        _named("critic.lora", lambda c: c.critic is not None and c.critic.lora is not None),
+        ("critic={learning_rate: 1.0e-4, lora: {rank: 8}}",),
+        {"fp8": "adapters have not been tried with products in fp8"},
+    ),
     "a critic": Feature(
         _named("critic", lambda c: c.critic is not None),
         ("critic={}",),

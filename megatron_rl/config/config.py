@@ -226,7 +226,7 @@ class Config(Section):
                 f"advantage.shift={advantage.shift} is in units of reward, but advantage.std="
                 f"{advantage.std} rescales rewards; set advantage.std=none"
             )
-        if name == "asymre" and not advantage.shift:
+        if name == "asymre" and not advantage.shift and self.critic is None:
             problems.append(
                 "objective.name=asymre needs a baseline below the mean reward, but advantage.shift "
                 "is 0; set advantage.shift=-0.1 and advantage.std=none"
@@ -492,7 +492,12 @@ def critic_problems(config: Config) -> list[str]:
     if config.critic is None or config.sft is not None:  # refused by `combination_problems`
         return []
     objective, problems = config.objective, []
-    if config.advantage != AdvantageSection():
+    if objective.name == "asymre":  # it asks for a setting of `advantage`
+        problems.append(
+            "critic: objective.name=asymre needs a baseline below the mean reward of a group, not "
+            "values; choose another objective, or unset critic"
+        )
+    elif config.advantage != AdvantageSection():
         problems.append(
             "advantage: no effect with critic, whose values are the baseline; unset one"
         )
@@ -506,6 +511,24 @@ def critic_problems(config: Config) -> list[str]:
             f"dynamic_sampling.rounds={config.dynamic_sampling.rounds} replaces groups whose "
             "rewards are all equal, which every group of rollout.responses_per_prompt=1 is; unset "
             "dynamic_sampling, or raise responses_per_prompt"
+        )
+    warmup, steps = config.critic.warmup_steps, config.trainer.steps
+    if config.data.epochs is None and warmup >= steps:
+        problems.append(
+            f"critic.warmup_steps={warmup} of trainer.steps={steps} leaves no step that trains the "
+            "policy; lower it, or raise trainer.steps"
+        )
+    has_turns = config.environment is not None or config.offline.rollouts is not None
+    if config.critic.discount == "turn" and not has_turns:
+        problems.append(
+            "critic.discount=turn: without environment a response is one turn, within which gamma "
+            "and the lambdas are 1; unset it, or set them to 1 instead"
+        )
+    if config.critic.lora is not None and "learning_rate" not in config.critic.model_fields_set:
+        problems.append(
+            f"critic.lora needs a learning rate of its own: critic.learning_rate="
+            f"{config.critic.learning_rate:g} is the default for all weights, and adapters need "
+            "10 to 100 times as much; set it"
         )
     if (lora := config.critic.lora) is not None and (lora.path or lora.push != "merged"):
         problems.append(

@@ -41,18 +41,18 @@ def adapted_linears(
             yield weight, *((inputs, outputs) if weight.cut == "columns" else (outputs, inputs))
 
 
-def target_problems(shape: ModelShape, targets: Collection[str]) -> list[str]:
-    """List why linears cannot have adapters."""
+def target_problems(shape: ModelShape, targets: Collection[str], *, key: str = "lora") -> list[str]:
+    """List why linears cannot have adapters; key: of the section that asks for them."""
     if shape.delta is not None:
         return [
-            f"lora: adapters of {shape.architecture} are not supported, because targets would be "
-            "linears of its attention layers alone, one of four; unset lora"
+            f"{key}: adapters of {shape.architecture} are not supported, because targets would be "
+            f"linears of its attention layers alone, one of four; unset {key}"
         ]
     if shape.latent is None or "qkv" not in targets:
         return []
     others = [target for target in targets if target != "qkv"]
     return [
-        f"lora.targets={list(targets)}: the model's latent attention has no linear for queries, "
+        f"{key}.targets={list(targets)}: the model's latent attention has no linear for queries, "
         f"keys and values together; set it to {others or ['proj']}"
     ]
 

@@ -127,7 +127,11 @@ def disk_needs(config: Config, run: RunDirectory, shape: ModelShape) -> dict[str
         trained = count_adapter_parameters(shape, rank=lora.rank, targets=lora.targets)
     if config.critic is not None:
         own = shape if config.critic.path is None else read_critic_shape(config.critic.path)
-        trained += sum(math.prod(size) for size in tensor_shapes(own).values())
+        if (adapters := config.critic.lora) is None:
+            trained += sum(math.prod(size) for size in tensor_shapes(own).values())
+        else:  # and the value head
+            rank, targets = adapters.rank, adapters.targets
+            trained += own.hidden_size + count_adapter_parameters(own, rank=rank, targets=targets)
     checkpoint = trained * CHECKPOINT_BYTES_PER_PARAMETER + _stored_batches(config) * step
     generated = 0.0
     if config.lag.partial_rollouts is None:  # kept until the next checkpoint

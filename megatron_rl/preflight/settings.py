@@ -3,12 +3,13 @@
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from megatron_rl.columns import COLUMNS
 from megatron_rl.config import Config, ConfigError
-from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, LoraSection
+from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, CriticSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
 from megatron_rl.data.rows import check_prompt_file
 from megatron_rl.data.tokenizer import check_same_tokens, require_tokenizer
@@ -34,6 +35,7 @@ from megatron_rl.preflight.resources import check_disk, find_writable
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import has_cuda, limit_problem
+from megatron_rl.types import PromptGroup, Response, TokenBatch
 
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
@@ -113,12 +115,24 @@ def evaluation_problems(
     return problems, shape
 
 
+# Names that an argument of a user's own loss cannot have.
+TAKEN = {"policy_logprobs", "divergence", "slot", "prompt", "verdict"}
+TAKEN |= {column.name for column in COLUMNS}
+TAKEN |= {each.name for kind in (Response, TokenBatch, PromptGroup) for each in fields(kind)}
+
+
 def _loss_function_problems(config: Config) -> list[str]:
     if isinstance(config.objective.choice, FunctionSpec):
         try:
             further = config.objective.choice.further
         except UserError as error:
             return [str(error)]
+        if taken := [name for name in further if name in TAKEN]:
+            return [
+                f"objective.function={config.objective.choice.function} takes {taken[0]}, the name "
+                "of a value that megatron_rl itself computes or stores; give the argument and the "
+                "column of offline.rollouts another name"
+            ]
         if further and config.offline.rollouts is None:
             return [
                 f"objective.function={config.objective.choice.function} takes {further[0]}, a "
@@ -162,6 +176,8 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
         problems += _reference_problems(
             "critic.path", config.critic.path, config, shape, role="critic"
         )
+    if config.critic is not None and config.critic.lora is not None and shape is not None:
+        problems += _critic_adapter_problems(config.critic, config.critic.lora, shape)
     problems += _top_k_problems(config, shape)
     if config.lora is not None and shape is not None:
         problems += target_problems(shape, config.lora.targets)
@@ -187,6 +203,16 @@ def _further_model_problems(config: Config, shape: ModelShape | None) -> list[st
             "experts; unset it"
         )
     return problems
+
+
+def _critic_adapter_problems(
+    critic: CriticSection, lora: LoraSection, shape: ModelShape
+) -> list[str]:
+    try:
+        own = shape if critic.path is None else read_critic_shape(critic.path)
+    except ValueError:
+        return []  # named with critic.path
+    return target_problems(own, lora.targets, key="critic.lora")
 
 
 def _adapter_problems(config: Config, lora: LoraSection, shape: ModelShape) -> list[str]:

@@ -87,7 +87,7 @@ RESUMABLE_CHANGES = (
     "rollout.expert_parallel", "rollout.gpu_memory_utilization", "rollout.max_num_seqs",
     "rollout.kv_cache_mib", "rollout.stall_seconds", "optimizer.learning_rate",
     "optimizer.min_learning_rate", "optimizer.max_grad_norm", "optimizer.decay",
-    "model.transformer_engine",
+    "critic.learning_rate", "model.transformer_engine",
 )  # fmt: skip
 
 

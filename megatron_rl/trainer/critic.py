@@ -42,6 +42,7 @@ class CriticTrainer:
         """
         section = self.config.critic
         assert section is not None, "a critic has its section"
+        self.run.actor.sleep()  # awake without a weight sync to an engine on the same device
         self.critic.wake_up()
         resumed = bool(step_progress.critic_results)
         batch = score_values(batch, self.critic, self.config, resumed=resumed)

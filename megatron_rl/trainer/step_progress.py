@@ -227,9 +227,10 @@ class SkippedUpdates:
                     file.write(json.dumps(row) + "\n")
         self._kept = step
         if (count := self.in_a_row[model]) >= MOST_SKIPPED:
+            rate = "critic" if model == "critic" else "optimizer"
             raise FloatingPointError(
                 f"{count} consecutive updates of the {model} had no usable gradient, the last one "
                 f"because {result.skipped}; the weights are those before them. The rollouts are in "
-                "skipped_updates/ of the run directory. Resume with a lower "
-                "optimizer.learning_rate or optimizer.max_grad_norm (run.resume=auto allows both)"
+                f"skipped_updates/ of the run directory. Resume with a lower {rate}.learning_rate "
+                "or optimizer.max_grad_norm (run.resume=auto allows both)"
             )

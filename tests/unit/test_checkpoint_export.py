@@ -93,6 +93,12 @@ def test_critic_is_found_in_its_folder(model, tmp_path):
         plan_export(run, out, like=None, overrides=[], critic=True)
     newest = run / "checkpoints" / "step_000010"
     make_checkpoint(newest / "critic", **{"output_layer.weight": (1, 8)})
+    for name, critic, message in (
+        ("actor", True, "actor is the policy's; .* or leave out --critic"),
+        ("critic", False, "critic is the critic's; .* or --critic"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_export(newest / name, out, like=None, overrides=[], critic=critic)
     for source in (run, newest, newest / "critic"):
         found = plan_export(source, out, like=None, overrides=[], critic=True)
         assert found.checkpoint == newest / "critic" and found.shape.head == "value"

@@ -172,20 +172,23 @@ def _engine_beside_training(config: Config, device_bytes: int | None) -> dict[st
 def _pinned_bytes(config: Config, dry_run: DryRun, *, engine: int) -> dict[str, int]:
     """Return what a rank pins on its host; engine: bytes that its engine computes with.
 
-    A rank that only trains offloads nothing, and keeps a copy of the weights.
+    A rank that only trains offloads nothing without a critic, and keeps a copy of the weights.
     """
+    asleep = dry_run.asleep_host
     if config.parallel.engine_ranks is None:
         return {
-            "optimizer states while the engine generates, reference policy": dry_run.asleep_host,
+            "optimizer states while the engine generates, reference policy": asleep,
             **adapter_host_bytes(config, engine=engine),
         }
     weights = _width(config) * dry_run.parameters
-    needs = build_objective(config.objective.name, **config.objective.overrides).needs
-    copies = len(set(config.references.values()))
-    return {
-        "reference policy": weights * copies if needs_reference(needs) else 0,
-        "weights kept for behavior log-probs": weights if config.behavior == "actor" else 0,
-    }
+    kept = weights if config.behavior == "actor" else 0
+    if config.critic is not None:
+        first = {"policy or critic while the other trains, reference policy": asleep}
+    else:
+        needs = build_objective(config.objective.name, **config.objective.overrides).needs
+        copies = len(set(config.references.values()))
+        first = {"reference policy": weights * copies if needs_reference(needs) else 0}
+    return {**first, "weights kept for behavior log-probs": kept}
 
 
 def loader_bytes(config: Config, dry_run: DryRun) -> dict[str, int]:

@@ -47,7 +47,9 @@ from megatron_rl.apps.planning.rates import (
     push_seconds,
 )
 from megatron_rl.config import Config, ParallelSection
+from megatron_rl.config.sections import LoraSection
 from megatron_rl.errors import UserError
+from megatron_rl.models.adapters import count_adapter_parameters
 from megatron_rl.models.shape import ModelShape, read_critic_shape, read_model_shape, tensor_shapes
 from megatron_rl.objectives.spec import needs_reference
 from megatron_rl.preflight.layout import cut_problems
@@ -329,6 +331,8 @@ def flatten(run: DryRun) -> Counts:
             if each.ranks > 1:
                 counts[f"{name} calls {each.operation} {each.group}"] = each.count
                 counts[f"{name} bytes {each.operation} {each.group}"] = each.bytes
+    if (critic := run.phases.get("critic")) is not None:
+        counts |= {"critic peak": critic.peak, "critic kept": critic.kept or 0}
     return counts
 
 
@@ -457,6 +461,11 @@ class Planner:
             memory |= {p: memory[p] - ENGINE_ASLEEP + engine.memory for p in ("behavior", "train")}
             memory["push"] = memory["rollout"] + self._bucket_bytes
         optimizer = max(each["states optimizer"] for each in stages) * replicas
+        weights = max(stage["states weights"] for stage in stages)
+        host = optimizer
+        if self.critic_shape is not None:  # one of the two is on the host while the other trains
+            host += self._critic_part * optimizer
+            host += weights * sum(_weights(self.critic_shape)) / sum(_weights(self.shape))
         batches = self.workload.batches
         seconds = {
             "rollout": self.rollout_seconds(engine, layout.engines) / batches,
@@ -467,12 +476,12 @@ class Planner:
             * self.workload.minibatches
             * self.update_seconds(layout, stages, replicas, packs),
             "push": 0.0,
-            "offload": 2 * optimizer / (self.device.host_gb_s * 1e9) / batches,
+            "offload": 2 * host / (self.device.host_gb_s * 1e9) / batches,
         }
-        host = optimizer
-        if layout.engine_ranks:  # which keeps weights for behavior log-probs, and never sleeps
-            seconds["offload"] = 0.0
-            host = max(stage["states weights"] for stage in stages) * self._is_scored_by_actor
+        if layout.engine_ranks:  # whose trainers keep weights for behavior log-probs
+            if self.critic_shape is None:  # and never sleep
+                host = seconds["offload"] = 0.0
+            host += weights * self._is_scored_by_actor
         return Option(
             layout,
             round(fraction, 2),
@@ -525,12 +534,27 @@ class Planner:
         own = self.workload.scored_part * self._is_scored_by_actor
         active = engine_sizes(self.shape, 1).active
         passes = own + sum(engine_sizes(one, 1).active / active for one in self.references.values())
+        if self.critic_shape is None:
+            return passes
+        trained = 1 + 3 * self.workload.epochs  # values, and updates of a forward and a backward
+        return passes + trained * engine_sizes(self.critic_shape, 1).active / active
+
+    @cached_property
+    def critic_shape(self) -> ModelShape | None:
+        """Shape of the critic's model; None without a critic."""
         critic = self.config.critic
         if critic is None:
-            return passes
-        shape = self.shape if critic.path is None else read_critic_shape(critic.path)
-        trained = 1 + 3 * self.workload.epochs  # values, and updates of a forward and a backward
-        return passes + trained * engine_sizes(shape, 1).active / active
+            return None
+        return self.shape if critic.path is None else read_critic_shape(critic.path)
+
+    @cached_property
+    def _critic_part(self) -> float:
+        """Trained weights of the critic over those of the policy: the part of optimizer states."""
+        config = self.config
+        if self.critic_shape is None or config.critic is None:
+            return 0.0
+        own = _trained(self.critic_shape, config.critic.lora)
+        return own / _trained(self.shape, config.lora)
 
     def _reference_bytes(self, stages: Sequence[Counts], *, on_device: bool = False) -> float:
         """Return the bytes of the references on the host, except the model without its adapters.
@@ -587,6 +611,8 @@ class Planner:
             further = max(0, stage["communicators"] - RESERVED_COMMUNICATORS) * COMMUNICATOR
             spread = (1 - replicas) * optimizer  # over replicas that the dry run did not have
             awake = max(update, stage["step peak"]) - spread
+            critic = stage.get("critic peak", 0) + (in_flight - 1) * stage.get("critic kept", 0)
+            awake = max(awake, critic - self._critic_part * spread)
             states = optimizer + stage.get("states gradients", 0)
             scoring = stage["behavior peak"] - (spread if layout.engine_ranks else states)
             scoring += self._reference_bytes(stages, on_device=True)
@@ -745,6 +771,13 @@ class Planner:
 
 
 @lru_cache(maxsize=32)
+def _trained(shape: ModelShape, lora: LoraSection | None) -> int:
+    """Count the weights that have an optimizer's states."""
+    if lora is None:
+        return sum(_weights(shape))
+    return count_adapter_parameters(shape, rank=lora.rank, targets=lora.targets)
+
+
 def _weights(shape: ModelShape) -> tuple[int, int]:
     """Count the model's dense weights and those of experts."""
     dense = experts = 0

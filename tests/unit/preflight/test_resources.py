@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.config import ConfigError, parse_config
+from megatron_rl.models.shape import tensor_shapes
 from megatron_rl.preflight.resources import check_disk, describe_size, export_bytes_per_parameter
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.failures import describe_space
@@ -50,8 +51,6 @@ def needs(run, free, **sections):
 
 
 def test_check_disk_counts_existing_files_of_resumed_run(tmp_path, free):
-    from megatron_rl.models.shape import tensor_shapes
-
     parameters = sum(_product(size) for size in tensor_shapes(small_shape()).values())
     run = RunDirectory(tmp_path / "a")
     # 3 checkpoints of 16 bytes a parameter, each with its step's rollouts, and 4 for the model; 10
@@ -93,6 +92,18 @@ STEP = 200 * 12  # bytes
 def test_check_disk_counts_every_growing_folder(tmp_path, free, sections, more):
     run = RunDirectory(tmp_path / "a")
     assert needs(run, free, **sections) == needs(run, free) + more
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_check_disk_counts_what_a_critic_trains(tmp_path, free, rank):
+    shape, run = small_shape(), RunDirectory(tmp_path / "a")
+    lora = None if rank is None else {"rank": rank, "targets": ["proj"]}
+    critic = {"critic": {"lora": lora, "learning_rate": 1e-3}, "objective": "ppo"}
+    parameters = sum(_product(size) for size in tensor_shapes(shape).values())
+    if rank is not None:  # of A and B in each layer, and the value head
+        heads = shape.num_attention_heads * shape.head_dim
+        parameters = shape.num_layers * rank * (heads + shape.hidden_size) + shape.hidden_size
+    assert needs(run, free, **critic) == needs(run, free) + 3 * 16 * parameters
 
 
 def test_check_disk_counts_evaluations_by_rows(tmp_path, free):

@@ -76,6 +76,14 @@ def test_run_continues_only_under_its_own_settings(tmp_path):
     assert "trainer.steps" not in str(error.value)  # a run may be made longer
 
 
+def test_skipped_updates_of_a_critic_have_a_cure(tmp_path):
+    values = build_config(resume="auto").model_dump() | {"objective": "ppo"}
+    directory = RunDirectory(tmp_path)
+    directory.create(parse_config(values | {"critic": {"learning_rate": 1e-3}}))
+    record(directory, 0)
+    directory.check_usable(parse_config(values | {"critic": {"learning_rate": 1e-4}}))
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_run_keeps_the_critic_that_it_began_with(tmp_path, is_saved):
     without = build_config(resume="auto")

@@ -85,8 +85,28 @@ def test_too_many_skipped_updates_of_one_model_end_run(tmp_path, model):
     key = {"policy": "unusable", "critic": "critic_unusable"}[model]
     trainer = {"steps": 4, "epochs": 1, "minibatches": 1}
     options = {"sections": {"critic": {}}, "trainer": trainer, key: (1, 2, 3)}
-    with pytest.raises(FloatingPointError, match=f"3 consecutive updates of the {model}"):
+    with pytest.raises(FloatingPointError, match=f"3 consecutive updates of the {model}") as error:
         run_loop(tmp_path, **options)
+    section = {"policy": "optimizer", "critic": "critic"}[model]
+    assert f"a lower {section}.learning_rate" in str(error.value)
+
+
+class EngineElsewhere(ScriptedEngine):
+    shares_devices = False
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, EngineElsewhere])
+def test_policy_sleeps_while_the_critic_trains(tmp_path, engine):
+    """Also where no weight sync sends it to sleep, because the engine is on other devices."""
+    events, _ = run_loop(tmp_path, sections={"critic": {}}, engine=engine)
+    awake, trained = True, 0
+    for kind, *_ in events:
+        if kind in ("actor sleeps", "actor wakes up"):
+            awake = kind == "actor wakes up"
+        if kind == "critic":
+            trained += 1
+            assert not awake
+    assert trained
 
 
 def test_too_many_consecutive_skipped_updates_end_run(tmp_path):

@@ -176,6 +176,7 @@ CASES = {
     "experts": (MIXTURES[0], 6, Layout(2, 2, 2, 1, expert=2, expert_tensor=1, recompute="full")),
     "latent": (MIXTURES[1], 8, Layout(1, 2, 1, 2, expert=2)),
     "sinks and windows": (MIXTURES[2], 6, Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
+    "a critic that is larger": (SMALL, 4, Layout(2, 1, 1, 4)),
 }
 FIRST = ("tensor and context", "latent")
 
@@ -192,7 +193,12 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     source = with_layers(source, layers)
     few = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8)
     source |= {key: value for key, value in few.items() if key in source}
-    planner = replace(planner_for(tmp_path, name, source=source), device=DEVICES["b200"])
+    sections: dict[str, object] = {}
+    if case == "a critic that is larger":
+        save_shape(tmp_path / "critic", with_layers(source, 3 * layers))
+        sections = {"critic": {"path": str(tmp_path / "critic")}, "objective": "ppo"}
+    planner = planner_for(tmp_path, name, sections, source=source)
+    planner = replace(planner, device=DEVICES["b200"])
     runs = DryRuns(planner.config)
     runs.run(probes_of(planner.shape, layout))
     stages, replicas = planner.stages(layout, runs)
@@ -206,7 +212,8 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     packs = planner._prepared_bytes(layout)
     planned = memory["train"] - packs - ENGINE_ASLEEP - RESERVE
     further = max(0, max(run.communicators for run in whole) - 4) * 2**29
-    measured = max(max(run.phases[p].peak for p in ("update", "step")) for run in whole)
+    phases = {"update", "step", "critic"} & set(whole[0].phases)
+    measured = max(run.phases[phase].peak for run in whole for phase in phases)
     assert planned == pytest.approx(measured + further, rel=0.02)
     awake = max(sum(run.asleep.values()) for run in whole)
     assert memory["rollout"] - RESERVE == pytest.approx(awake, rel=0.01)
