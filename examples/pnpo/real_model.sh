@@ -5,7 +5,7 @@ source "$(dirname "$0")/launch.sh"
 
 bash tools/setup_env.sh
 "${MEGATRON_RL_VENV:-.venv}/bin/python" -m megatron_rl.apps.tasks.real_model --output .cache/real_model
-if [[ ${LAUNCH:-} != slurm ]] && ! grep -qs bf16 /proc/cpuinfo; then
+if [[ ${LAUNCH:-} != slurm ]] && ! nvidia-smi -L >/dev/null 2>&1 && ! grep -qs bf16 /proc/cpuinfo; then
     echo "this processor has no instructions for bfloat16: trainer.dtype=float32" >&2
     set -- trainer.dtype=float32 "$@"
 fi

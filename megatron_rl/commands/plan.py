@@ -92,7 +92,7 @@ def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf
 
     if (file := find_gguf(options.model)) is not None:
-        options.model = str(folder_of_gguf(file, echo=_warn))
+        options.model = str(folder_of_gguf(file, echo=_warn, or_in=Path("runs") / "gguf"))
     shape = find_shape(options.model)  # before the other imports, which take seconds
     from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.rates import find_device

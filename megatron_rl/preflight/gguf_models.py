@@ -17,12 +17,13 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +117,8 @@ def only_process(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder.parent} cannot be used: {error.strerror}") from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(OSError):  # no locks on this disk: each process then reads the file
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)
@@ -157,9 +159,12 @@ def read_gguf(
     folder.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder.parent).free) < needed:
         raise _full(folder, needed, free)
-    for old in folder.parent.glob(f"{TEMPORARY}*"):  # of a process that was killed
-        shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.parent) as parent:
+    here = f"{TEMPORARY}{socket.gethostname()}-"  # another node may be reading the file, too
+    for old in folder.parent.glob(f"{here}*"):
+        if not Path("/proc", old.name.removeprefix(here).partition("-")[0]).exists():  # killed
+            shutil.rmtree(old, ignore_errors=True)
+    prefix = f"{here}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as parent:
         made = Path(parent) / folder.name
         try:
             _write_folder(file, reader, made, dtype=dtype.name)
@@ -169,7 +174,11 @@ def read_gguf(
             raise _full(folder, needed, shutil.disk_usage(folder.parent).free) from None
         origin = {"file": str(file.absolute()), "tensors": dict(kinds)}
         (made / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
-        made.rename(folder)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not (folder / ORIGIN).is_file():  # otherwise another node was faster
+                raise
 
 
 def _full(folder: Path, needed: int, free: int) -> UserError:
@@ -211,6 +220,8 @@ def open_gguf(file: Path) -> Any:
         raise UserError(f"{file}: reading it needs the library gguf; {INSTALL}") from None
     try:
         reader = gguf.GGUFReader(file)
+        for field in reader.fields.values():
+            field.contents()  # texts are decoded
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise UserError(
             f"{file} is not a complete GGUF file ({file.stat().st_size:,} bytes: {error}); "

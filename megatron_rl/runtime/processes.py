@@ -101,8 +101,9 @@ def limit_problem(world_size: int) -> str | None:
 
 _IMPORTED = time.time()
 LAUNCHER = "MEGATRON_RL_LAUNCHER"  # environment variable of a rank: id of its launcher process
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEPT_BYTES = 1 << 30  # freed memory to keep, and the largest block to allocate in it
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_NEVER = -1  # a threshold that no size reaches
+_LARGEST_BLOCK = (1 << 31) - 1  # bytes that may be allocated in freed memory
 _OLD_LIMIT = 1 << 25  # the largest such block that older releases of glibc accept
 
 
@@ -190,6 +191,7 @@ def prepare_environment() -> None:
             # Kernels, one for every shape and of 0.3 MiB each, in vLLM's and in torch's oneDNN;
             # by its own limit of 1,024 the heap of a rank grows for thousands of steps.
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+            "THP_MEM_ALLOC_ENABLE": "1",  # torch's tensors of 2 MiB and more in huge pages
         }
         _keep_freed_memory()
     else:  # `torch.cuda.is_available` asks NVML: the launcher may fork ranks after it
@@ -205,13 +207,15 @@ def prepare_environment() -> None:
 def _keep_freed_memory() -> None:
     """Make the allocator keep freed memory instead of returning it to the system.
 
-    Otherwise each tensor of a few MiB is mapped again, with a page fault and zero-fill per page.
+    Otherwise each tensor of a few MiB is mapped again, with a page fault and zero-fill per page. On
+    a virtual machine whose host takes freed pages back, that is many times as slow.
     """
     with contextlib.suppress(AttributeError):  # C libraries other than glibc have no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        mallopt(_M_ARENA_MAX, 1)  # other threads' arenas map large blocks anew each time
         # A rejected value would leave the threshold at 128 KiB.
-        if not mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES):
+        if not mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK):
             mallopt(_M_MMAP_THRESHOLD, _OLD_LIMIT)
 
 

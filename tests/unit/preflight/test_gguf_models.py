@@ -1,5 +1,9 @@
 """Models in GGUF files, compared with the models that the files were written from."""
 
+import os
+import socket
+import subprocess
+
 import gguf
 import numpy as np
 import pytest
@@ -143,6 +147,15 @@ def test_unknown_and_incomplete_files_leave_nothing(tmp_path, problem, message):
     assert not [*tmp_path.glob("models/*")]
 
 
+def test_damaged_text_is_named_with_its_file(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", model_of("llama"))
+    file.write_bytes(file.read_bytes().replace(b"gpt2", b"gp\xff2", 1))
+    with pytest.raises(
+        UserError, match=r"m.gguf is not a complete GGUF file .* codec can't decode"
+    ):
+        read_gguf(file, tmp_path / "folder")
+
+
 def test_full_disk_is_found_before_anything_is_read(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", model_of("llama"))
     usage = gguf_models.shutil.disk_usage(tmp_path)._replace(free=1000)
@@ -150,6 +163,23 @@ def test_full_disk_is_found_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"no space left .* and 1,000 are free"):
         read_gguf(file, tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
+
+
+def test_nodes_that_read_one_file_leave_each_other_alone(tmp_path):
+    """They share the folder, but no locks and no process ids."""
+    file = write_gguf(tmp_path / "m.gguf", model_of("llama"))
+    here, parent = f"{gguf_models.TEMPORARY}{socket.gethostname()}", tmp_path / "models"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    others = [f"{gguf_models.TEMPORARY}node-1-7-x", f"{here}-{os.getpid()}-x"]
+    for name in (*others, f"{here}-{ended.pid}-x"):
+        (parent / name).mkdir(parents=True)
+    read_gguf(file, parent / "folder")
+    made = parent / "folder" / "model.safetensors"
+    before = made.stat().st_mtime_ns
+    read_gguf(file, parent / "folder")  # another node's, complete before this one's
+    assert made.stat().st_mtime_ns == before
+    assert sorted(one.name for one in parent.iterdir()) == sorted([*others, "folder"])
 
 
 def test_folder_with_several_files_is_ambiguous(tmp_path):
