@@ -60,9 +60,11 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and all its descendants, each node before its descendants."""
-        yield self
-        for child in self.children:
-            yield from child.walk()
+        waiting = [self]  # no recursion: prompts that grow word by word are thousands of nodes deep
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += reversed(node.children)
 
 
 class Segment(NamedTuple):
@@ -86,7 +88,8 @@ def build_tree(paths: Sequence[Path], *, is_worth: Callable[[Node], bool]) -> No
     for index, path in enumerate(paths):
         _insert(root, index, paths)
         assert 0 <= path.free <= max(0, path.length - 1), "a sequence's last token is its own"
-    _merge(root, is_worth)
+    for node in reversed([*root.walk()]):  # from the leaves up
+        _merge(node, is_worth)
     return root
 
 
@@ -95,9 +98,8 @@ def list_segments(root: Node, paths: Sequence[Path]) -> list[Segment]:
 
     The segments of a response follow one another in the order of its decisions.
     """
-    routes: dict[int, list[Node]] = {}
+    routes = _trace(root)
     readers: dict[Node, list[int]] = {}
-    _trace(root, [], routes)
     for index in range(len(paths)):
         for node in routes[index]:
             readers.setdefault(node, []).append(index)
@@ -124,12 +126,18 @@ def list_segments(root: Node, paths: Sequence[Path]) -> list[Segment]:
     return segments
 
 
-def _trace(node: Node, above: list[Node], routes: dict[int, list[Node]]) -> None:
+def _trace(root: Node) -> dict[int, list[Node]]:
     """Find the nodes of each sequence, below the root."""
-    for child in node.children:
-        here = [*above, child]
-        routes.update(dict.fromkeys(child.ends, here))
-        _trace(child, here, routes)
+    parents = {child: node for node in root.walk() for child in node.children}
+    routes: dict[int, list[Node]] = {}
+    for last in parents:
+        if last.ends:
+            node, route = last, []
+            while node is not root:
+                route.append(node)
+                node = parents[node]
+            routes.update(dict.fromkeys(last.ends, route[::-1]))
+    return routes
 
 
 def _insert(root: Node, index: int, paths: Sequence[Path]) -> None:
@@ -170,11 +178,10 @@ def _split(parent: Node, node: Node, place: int, paths: Sequence[Path]) -> Node:
 def _merge(node: Node, is_worth: Callable[[Node], bool]) -> None:
     """Give a node's tokens to those that continue it where sharing them gains nothing.
 
-    From the leaves up, so that `is_worth` sees what was decided below.
+    Called from the leaves up, so that `is_worth` sees what was decided below.
     """
     children: list[Node] = []
     for child in node.children:
-        _merge(child, is_worth)
         users = len(child.children) + len(child.ends)
         if not child.children or (users > 1 and is_worth(child)):
             children.append(child)

@@ -103,7 +103,9 @@ def plan_items(
     further = [sum(_padded(length, alignment) for length in others) for _, *others in lengths]
     costs = [sum(map(sharing.cost, others)) for _, *others in lengths]
 
-    def units(node: Node, room: int) -> list[tuple[tuple[int, ...], int, float]]:
+    units: dict[Node, list[tuple[tuple[int, ...], int, float]]] = {}
+
+    def find_units(node: Node, room: int) -> list[tuple[tuple[int, ...], int, float]]:
         """Return (sequences, rows, cost) of all below a node, cut to `room` rows each."""
         rows = _padded(node.length, alignment)
         cost = sharing.cost(node.length, depth=node.first)
@@ -111,7 +113,7 @@ def plan_items(
             (end,) = node.ends
             copies = -(-node.stop // MOST_COPIES)
             return [((end,), max(rows, copies) + further[end], cost + costs[end])]
-        below = [unit for child in node.children for unit in units(child, room - rows)]
+        below = [unit for child in node.children for unit in units[child]]
         return [
             (
                 tuple(sorted(end for unit in one for end in unit[0])),
@@ -121,10 +123,16 @@ def plan_items(
             for one in _fewest(below, room - rows)
         ]
 
+    rooms = {root: budget}
+    for node in root.walk():  # a node before those below it
+        used = 0 if node is root else _padded(node.length, alignment)
+        rooms |= dict.fromkeys(node.children, rooms[node] - used)
+    for node in reversed([*rooms][1:]):
+        units[node] = find_units(node, rooms[node])
     return [
         Item(tuple(packed[end] for end in ends), rows, cost, bool(child.children))
         for child in root.children
-        for ends, rows, cost in units(child, budget)
+        for ends, rows, cost in units[child]
     ]
 
 

@@ -3,8 +3,8 @@
     python tools/benchmarks/floors.py RUN [--step 2]
 
 The floor of log-probs and training is the FLOPs of the matrix products over the rate that torch
-reaches on products of these shapes, in the run's dtype and with its threads per process; nothing is
-recomputed in it, and attention is not counted. Decoding needs the same products for one token of
+reaches on products of these shapes, in the run's dtype and with its threads per process; a prompt
+counts once, nothing is recomputed, and attention is not counted. Decoding needs the same products for one token of
 each response at a time, and reads all weights for each; the larger of both times is its floor. A
 push copies its bytes once. Run it on an idle machine, with a run of a dense model on CPUs: the
 rates are measured here, one process at a time, with OMP_NUM_THREADS threads (1 unless it is set).
@@ -34,34 +34,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": torch.fl
 class Work:
     """Token counts of one step, over all processes."""
 
-    prompts: int  # tokens of distinct prompts
-    scored: int  # tokens of all prompts and responses
+    prompts: int  # tokens of distinct prompts, each of which may be computed once
     responses: int  # response tokens
-    trained: int  # tokens of prompts and responses that were trained on, times epochs
+    trained: int  # the tokens of both that were trained on, times epochs
     trained_responses: int
     longest: int  # response, in tokens
     rows: int  # responses
 
 
 def read_work(run: Path, step: int, *, epochs: int) -> Work:
-    """Count the tokens of a step in the run's rollouts; groups without an advantage are skipped."""
+    """Count the tokens of a step in the run's rollouts; those without an advantage are skipped."""
     columns = ["prompt_index", "prompt_token_ids", "token_ids", "advantage"]
     rows = pyarrow.parquet.read_table(
         run / "rollouts" / f"step_{step:06d}.parquet", columns=columns
     ).to_pylist()
     prompts = {row["prompt_index"]: len(row["prompt_token_ids"]) for row in rows}
     useful = {row["prompt_index"] for row in rows if row["advantage"]}
-    trained = [row for row in rows if row["prompt_index"] in useful]
-
-    def total(some: Sequence[dict], *names: str) -> int:
-        return sum(len(row[name]) for row in some for name in names)
-
+    trained = epochs * sum(len(row["token_ids"]) for row in rows if row["advantage"])
     return Work(
         prompts=sum(prompts.values()),
-        scored=total(rows, "prompt_token_ids", "token_ids"),
-        responses=total(rows, "token_ids"),
-        trained=epochs * total(trained, "prompt_token_ids", "token_ids"),
-        trained_responses=epochs * total(trained, "token_ids"),
+        responses=sum(len(row["token_ids"]) for row in rows),
+        trained=trained + epochs * sum(prompts[index] for index in useful),
+        trained_responses=trained,
         longest=max(len(row["token_ids"]) for row in rows),
         rows=len(rows),
     )
@@ -106,7 +100,7 @@ def floors(work: Work, folder: Path, *, processes: int, dtype: torch.dtype) -> d
             share * (work.prompts * layer + work.responses * decoded),
             work.longest * weights / bandwidth,
         ),
-        "behavior": share * (work.scored * layer + work.responses * last),
+        "behavior": share * ((work.prompts + work.responses) * layer + work.responses * last),
         "train": 3 * share * (work.trained * layer + work.trained_responses * last),
         "sync": weights / bandwidth,
     }

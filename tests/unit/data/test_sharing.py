@@ -292,6 +292,19 @@ def test_copies_of_keys_are_bounded():
     assert len(packs) == 10 and max(map(len, packs)) == 7
 
 
+def test_prompts_that_grow_token_by_token_make_a_tree_as_deep():
+    """Each of 1,100 begins with all before it: each adds a token that the next ones share."""
+    tokens = np.arange(1200)
+    paths = [prefix_tree.Path(place, tokens, 50 + place, 60 + place) for place in range(1100)]
+    tree = prefix_tree.build_tree(paths, is_worth=lambda node: True)
+    segments = prefix_tree.list_segments(tree, paths)
+    shared = [one for one in segments if one.owner == prefix_tree.ANY]
+    assert sum(one.stop - one.first for one in shared) == 50 + 1098
+    rollouts = [group(0, 10 + place, [4])[0] for place in range(1100)]
+    packs, together = assigned(rollouts, ALWAYS, budget=10**6)
+    assert packs == [[*range(1100)]] and len(together) == 1100
+
+
 def test_every_reader_of_a_shared_token_has_a_key_for_its_route():
     rollouts = make_rollouts(1)
     (shared,), (apart,) = (plan(rollouts, how).micro_batches for how in (ALWAYS, None))

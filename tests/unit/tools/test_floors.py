@@ -22,9 +22,9 @@ def test_work_of_a_step_is_counted_from_its_rollouts(tmp_path):
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, tmp_path / "rollouts" / "step_000002.parquet")
     work = floors.read_work(tmp_path, 2, epochs=4)
-    assert (work.prompts, work.scored, work.responses) == (5 + 6, 2 * 5 + 2 * 6 + 16, 16)
-    # The first group has no advantage.
-    assert (work.trained, work.trained_responses) == (4 * (2 * 6 + 10), 4 * 10)
+    assert (work.prompts, work.responses) == (5 + 6, 16)  # a prompt counts once
+    # One response alone has an advantage.
+    assert (work.trained, work.trained_responses) == (4 * (6 + 1), 4 * 1)
     assert (work.longest, work.rows) == (9, 4)
 
 
@@ -43,11 +43,11 @@ def test_floors_follow_from_products_and_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(
         floors, "product_seconds", lambda some, rows, _: sum(map(math.prod, some)) * rows / 1e6
     )
-    work = floors.Work(prompts=30, scored=500, responses=200, trained=700, trained_responses=300,
-                       longest=2, rows=8)  # fmt: skip
+    work = floors.Work(prompts=30, responses=200, trained=700, trained_responses=300, longest=2,
+                       rows=8)  # fmt: skip
     found = floors.floors(work, tmp_path, processes=2, dtype=torch.float32)
     bytes_of_weights = 4 * (layers + head)
-    assert math.isclose(found["behavior"], (500 * layers + 200 * head) / 2e6)
+    assert math.isclose(found["behavior"], (230 * layers + 200 * head) / 2e6)
     assert math.isclose(found["train"], 3 * (700 * layers + 300 * head) / 2e6)
     assert found["sync"] == bytes_of_weights and found["rollout"] == 2 * bytes_of_weights
 
