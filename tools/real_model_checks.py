@@ -28,6 +28,7 @@ from megatron_rl.runtime.versions import hide_unloadable_builds
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "examples" / "pnpo" / "real_model.yaml"
+PLAIN = " Reply with the number only."  # ends the questions of the task
 BOXED = " Put the answer in \\boxed{}."
 HELD_OUT = "eval.sets={{h: {{path: {}, columns: {{prompt: question, answer: answer}}}}}}"
 LAYOUTS = {
@@ -294,15 +295,19 @@ class Checks:
             lines.append(f"push {push}: engine against actor {gaps}; gradient norms {norms}")
         return "\n".join(lines)
 
+    def _held_out(self, count: int) -> list[dict[str, Any]]:
+        """Return questions of the task's held-out set, none of which `_boxed` draws."""
+        with (self.task / "heldout.jsonl").open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in islice(file, count)]
+        return [row | {"question": row["question"].replace(PLAIN, BOXED)} for row in rows]
+
     def _boxed(self, seed: int, count: int) -> list[dict[str, Any]]:
-        held = {
-            json.loads(line)["question"]
-            for line in (self.task / "heldout.jsonl").open(encoding="utf-8")
-        }
+        with (self.task / "heldout.jsonl").open(encoding="utf-8") as file:
+            held = {json.loads(line)["question"] for line in file}
         drawn = (q for q in draw_questions(4 * count, seed=seed) if q.text not in held)
         return [
             {
-                "question": q.text.replace(" Reply with the number only.", BOXED),
+                "question": q.text.replace(PLAIN, BOXED),
                 "answer": str(q.answer),
                 "kind": q.kind,
             }
@@ -325,7 +330,7 @@ class Checks:
         )
         train, held = (
             self.jsonl("boxed", self._boxed(1, 2000)),
-            self.jsonl("boxed_heldout", self._boxed(4, 128)),
+            self.jsonl("boxed_heldout", self._held_out(128)),
         )
         given = (
             HELD_OUT.format(held),
@@ -399,7 +404,7 @@ class Checks:
         demonstrations = self.jsonl("calls", rows)
         train, held = (
             self.jsonl("boxed", self._boxed(1, 2000)),
-            self.jsonl("boxed_heldout", self._boxed(4, 128)),
+            self.jsonl("boxed_heldout", self._held_out(128)),
         )
         run = self.train(
             "tool_sft",

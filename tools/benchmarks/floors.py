@@ -4,10 +4,11 @@
 
 The floor of log-probs and training is the FLOPs of the matrix products over the rate that torch
 reaches on products of these shapes, in the run's dtype and with its threads per process; a prompt
-counts once, nothing is recomputed, and attention is not counted. Decoding needs the same products for one token of
-each response at a time, and reads all weights for each; the larger of both times is its floor. A
-push copies its bytes once. Run it on an idle machine, with a run of a dense model on CPUs: the
-rates are measured here, one process at a time, with OMP_NUM_THREADS threads (1 unless it is set).
+counts once, nothing is recomputed, and attention is not counted. Decoding needs the same products
+for one token of each response at a time, and reads all weights for each; the larger of both times
+is its floor. A push copies its bytes once. Run it on an idle machine, with a run of a dense model
+on CPUs: the rates are measured here, one process at a time, with OMP_NUM_THREADS threads (1 unless
+it is set).
 """
 
 import argparse

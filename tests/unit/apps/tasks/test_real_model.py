@@ -9,7 +9,7 @@ import pytest
 from examples.pnpo.number_reward import score
 from megatron_rl.apps.tasks import real_model
 from megatron_rl.errors import UserError
-from tools.real_model_checks import expression
+from tools.real_model_checks import BOXED, Checks, expression
 
 
 def test_questions_are_distinct_and_answered():
@@ -35,6 +35,16 @@ def test_files_have_questions_apart(tmp_path):
     assert (len(held), len(train)) == (256, 44)
     assert all(row.keys() == {"question", "answer"} for row in held)  # all is read
     assert not {row["question"] for row in held} & {row["question"] for row in train}
+
+
+def test_checks_evaluate_questions_that_none_of_them_trains_on(tmp_path):
+    real_model.write_questions(tmp_path, real_model.draw_questions(400))
+    checks = object.__new__(Checks)  # without its model
+    checks.task = tmp_path
+    held = {row["question"] for row in checks._held_out(128)}
+    trained = {row["question"] for seed in (1, 3) for row in checks._boxed(seed, 400)}
+    assert len(held) == 128 and not held & trained
+    assert all(one.endswith(BOXED) for one in held | trained)
 
 
 def test_both_sets_of_chain_sums_have_few_problems_of_two_terms():
