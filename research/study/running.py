@@ -19,6 +19,7 @@ from megatron_rl.config import ConfigError, dump_config
 from megatron_rl.runs.files import LOCK, read_metrics, try_lock
 from megatron_rl.runtime.interruption import INTERRUPTED, end_with_parent
 from research.study.state import read_state
+from research.study.storing import note_start
 from research.study.study_plan import PlannedRun, Study
 from research.study.task_making import TaskMaker
 
@@ -57,6 +58,7 @@ class StartedHere:
     """Run in processes of this machine."""
 
     def __init__(self, study: Study, run: PlannedRun) -> None:
+        note_start(study, run.name)
         self.log_file = study.folder / "logs" / f"{run.name}.log"
         command = [sys.executable, "-m", "megatron_rl.cli", "train", "--config"]
         with self.log_file.open("ab") as log:

@@ -1,7 +1,7 @@
 """Finished runs of a study in one Parquet file, so that any machine can continue the study.
 
 The file has the rows of `results.parquet` without most metrics by position or epoch, and for each
-run the commit and the kind of processor that made it.
+run the commits and the kinds of processors that made it, which `started.jsonl` of the study has.
 """
 
 import json
@@ -15,14 +15,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import ConfigError, dump_config
-from megatron_rl.runs.files import atomic_write
+from megatron_rl.runs.files import append_row, atomic_write, read_rows
 from megatron_rl.runs.inputs import WEIGHTS
 from research.study.results import RESULTS
 from research.study.study_plan import Study
 
+STARTED = "started.jsonl"
 DESCRIBED = ("run", "seed", "digest", "model", "state", "steps", "updates", "commit", "processor")
 LEFT_OUT = re.compile(r"by_position/|epoch_\d+/(?!by_fraction/1\.0/)|by_fraction/")
 Rows = list[dict[str, Any]]
+
+
+def note_start(study: Study, name: str) -> None:
+    """Record what starts a run: the commit, with a note of changes in it, and the processor."""
+    append_row(study.folder / STARTED, {"run": name} | _present())
+
+
+def _made(name: str, starts: Rows) -> dict[str, str]:
+    """Return what made a run, several in order; what there is now, if its start was not noted."""
+    own = [start for start in starts if start["run"] == name] or [_present()]
+    return {key: " then ".join(dict.fromkeys(start[key] for start in own)) for key in _present()}
+
+
+def _present() -> dict[str, str]:
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    commit = _git("rev-parse", "HEAD") + (" with changes" if changes else "")
+    return {"commit": commit, "processor": read_processor()}
 
 
 def store_runs(study: Study, file: Path) -> str:
@@ -32,12 +50,12 @@ def store_runs(study: Study, file: Path) -> str:
     """
     rows = read_stored(file)
     there = set(by_run(rows))
-    made = {"commit": _commit(), "processor": read_processor()}
+    starts = read_rows(study.folder / STARTED)
     results = study.folder / RESULTS
     for row in pq.read_table(results).to_pylist() if results.is_file() else []:
         if row["state"] == "done" and row["run"] not in there:
             kept = {k: v for k, v in row.items() if v is not None and not LEFT_OUT.match(k)}
-            rows.append(kept | made)
+            rows.append(kept | _made(row["run"], starts))
     runs = by_run(rows)
     if rows:
         names = dict.fromkeys(name for row in rows for name in row)
@@ -60,7 +78,7 @@ def restore_runs(study: Study, file: Path) -> str:
         if run is None or rows[0]["digest"] != run.digest:
             raise ConfigError(
                 f"{file}: {name} was made with other settings than the study now has; use the code "
-                f"that made it: git checkout {rows[0]['commit']}"
+                f"that made it: git checkout {rows[0]['commit'].split()[0]}"
             )
         if run.folder.exists():
             continue
@@ -108,6 +126,6 @@ def read_processor() -> str:
     return ", ".join(f"{name} {lines.get(name)}" for name in ("model name", "cpu family", "model"))
 
 
-def _commit() -> str:
-    git = ["git", "rev-parse", "HEAD"]
+def _git(*arguments: str) -> str:
+    git = ["git", *arguments]
     return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

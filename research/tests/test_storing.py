@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from megatron_rl.config import ConfigError, dump_config
+from research.study import storing
 from research.study.__main__ import main
 from research.study.results import write_results
 from research.study.state import read_state
@@ -51,6 +52,21 @@ def test_stored_runs_are_finished_on_another_machine(tmp_path):
     assert {row["model"] for row in stored} == {"abc"}
     assert all(row["commit"] and row["processor"] for row in stored)
     assert restore_runs(study, file) == f"0 of 4 runs restored from {file}"
+
+
+def test_runs_are_stored_with_what_started_them(tmp_path, monkeypatch):
+    study, file = plan(tmp_path), tmp_path / "stored.parquet"
+    study.folder.mkdir()
+    for commit in ("a", "b", "b"):  # it was continued by another commit
+        present = {"commit": commit, "processor": "x"}
+        monkeypatch.setattr(storing, "_present", lambda present=present: present)
+        storing.note_start(study, study.runs[0].name)
+    monkeypatch.setattr(storing, "_present", lambda: {"commit": "c", "processor": "y"})
+    finish(study.runs[0], rows(0.5))
+    write_results(study)
+    store_runs(study, file)
+    made = {(row["commit"], row["processor"]) for row in read_stored(file)}
+    assert made == {("a then b", "x")}
 
 
 def test_runs_of_other_settings_are_not_restored(tmp_path):
