@@ -82,17 +82,18 @@ def _answers(text: str) -> tuple[float, float]:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """Print the table, and write the config of the chosen row if --write is given."""
+    from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf
+
     quiet_libraries()
+    if (file := find_gguf(options.model)) is not None:
+        options.model = str(folder_of_gguf(file, echo=_warn, or_in=Path("runs") / "gguf"))
     print(_plan(options))
     return leave(0)
 
 
 def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.models import find_shape, with_built_in_model
-    from megatron_rl.preflight.gguf_models import find_gguf, folder_of_gguf
 
-    if (file := find_gguf(options.model)) is not None:
-        options.model = str(folder_of_gguf(file, echo=_warn, or_in=Path("runs") / "gguf"))
     shape = find_shape(options.model)  # before the other imports, which take seconds
     from megatron_rl.apps.planning.generation import Answers, workload_of
     from megatron_rl.apps.planning.rates import find_device

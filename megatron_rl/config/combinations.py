@@ -93,13 +93,8 @@ FEATURES: dict[str, Feature] = {
         {"environments": "the routes of several turns are not put together; set it to behavior"},
     ),
     "LoRA": Feature(
-        _named("lora", lambda c: c.lora is not None),
+        lambda c: "lora" if c.lora else "critic.lora" if c.critic and c.critic.lora else "",
         ("lora.rank=8", "optimizer.learning_rate=1e-4"),
-        {"fp8": "adapters have not been tried with products in fp8"},
-    ),
-    "a critic's LoRA": Feature(
-        _named("critic.lora", lambda c: c.critic is not None and c.critic.lora is not None),
-        ("critic={learning_rate: 1.0e-4, lora: {rank: 8}}",),
         {"fp8": "adapters have not been tried with products in fp8"},
     ),
     "a critic": Feature(

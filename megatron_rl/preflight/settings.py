@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from megatron_rl.columns import COLUMNS
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, CriticSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
@@ -116,8 +115,7 @@ def evaluation_problems(
 
 
 # Names that an argument of a user's own loss cannot have.
-TAKEN = {"policy_logprobs", "divergence", "slot", "prompt", "verdict"}
-TAKEN |= {column.name for column in COLUMNS}
+TAKEN = {"policy_logprobs", "divergence", "advantage", "prompt", "verdict"}
 TAKEN |= {each.name for kind in (Response, TokenBatch, PromptGroup) for each in fields(kind)}
 
 

@@ -292,6 +292,7 @@ def test_copies_of_keys_are_bounded():
     assert len(packs) == 10 and max(map(len, packs)) == 7
 
 
+@pytest.mark.slow
 def test_prompts_that_grow_token_by_token_make_a_tree_as_deep():
     """Each of 1,100 begins with all before it: each adds a token that the next ones share."""
     tokens = np.arange(1200)
