@@ -50,7 +50,8 @@ def with_gguf_folders(config: Config, *, echo: Callable[[str], object]) -> Confi
 
     echo: receives a line before a file is read. Raises ConfigError for an unusable GGUF file.
     """
-    folders = _read_gguf_files(config, echo=echo)
+    if not (folders := _read_gguf_files(config, echo=echo)):
+        return config  # with its record of what was set
     return _with_names(config, {key: str(folder) for key, folder in folders.items()})
 
 
