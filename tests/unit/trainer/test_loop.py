@@ -1,5 +1,6 @@
 """The loop around fakes: what happens in which order, and with which weights."""
 
+import functools
 import json
 import math
 import sys
@@ -91,11 +92,9 @@ def test_too_many_skipped_updates_of_one_model_end_run(tmp_path, model):
     assert f"a lower {section}.learning_rate" in str(error.value)
 
 
-class EngineElsewhere(ScriptedEngine):
-    shares_devices = False
-
-
-@pytest.mark.parametrize("engine", [ScriptedEngine, EngineElsewhere])
+@pytest.mark.parametrize(
+    "engine", [ScriptedEngine, functools.partial(ScriptedEngine, shares_devices=False)]
+)
 def test_policy_sleeps_while_the_critic_trains(tmp_path, engine):
     """Also where no weight sync sends it to sleep, because the engine is on other devices."""
     events, _ = run_loop(tmp_path, sections={"critic": {}}, engine=engine)
