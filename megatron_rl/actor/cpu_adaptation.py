@@ -17,11 +17,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 
 from megatron_rl.actor import device
+from megatron_rl.distributed.collectives import exchange
 
 
 def _is_cuda(requested: Any) -> bool:
@@ -105,7 +107,40 @@ def _reduce_scatter(output: Any, inputs: list[Any], group: Any = None, **_: Any)
     output.copy_(total.split([len(part) for part in inputs])[dist.get_rank(group)])
 
 
+def _parts_in_place(whole: Tensor, shard: Tensor, group: Any) -> list[Tensor] | None:
+    """Return the shards of all ranks, if gloo exchanges them and this rank's is in `whole`."""
+    parts = whole.view(dist.get_world_size(group), -1)
+    own = parts[dist.get_rank(group)].data_ptr() == shard.data_ptr()
+    return list(parts) if own and dist.get_backend(group) == "gloo" else None
+
+
+def _gather_shards(whole: Tensor, shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """All-gather parameters without gloo's two copies of all of them, made even by one rank."""
+    parts = _parts_in_place(whole, shard, group)
+    if parts is None or async_op:
+        return _GATHER_SHARDS(whole, shard, group=group, async_op=async_op)
+    exchange([shard] * len(parts), parts, group=group)
+    return None
+
+
+def _sum_to_shards(
+    shard: Tensor, whole: Tensor, op: Any, group: Any = None, async_op: bool = False
+) -> Any:
+    """Reduce-scatter gradients; gloo copies all of them and sums all of them on every rank."""
+    parts = _parts_in_place(whole, shard, group)
+    if parts is None or async_op or op != dist.ReduceOp.SUM:
+        return _SUM_TO_SHARDS(shard, whole, op=op, group=group, async_op=async_op)
+    received = [torch.empty_like(shard) for _ in parts]
+    exchange(parts, received, group=group)
+    own = dist.get_rank(group)
+    for other in (*received[:own], *received[own + 1 :]):
+        shard.add_(other)
+    return None
+
+
 _EQUAL_ALL_GATHER = dist.all_gather
+_GATHER_SHARDS = param_and_grad_buffer.dist_all_gather_func
+_SUM_TO_SHARDS = param_and_grad_buffer.dist_reduce_scatter_func
 _INIT_DATA = ShardedTensor.init_data
 _TENSOR_TYPE = Tensor.type
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "zeros_like", "empty_like")
@@ -125,6 +160,8 @@ _CPU_PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (ShardedTensor, "init_data", _init_data),
     (dist, "all_gather", _all_gather),
     (dist, "reduce_scatter", _reduce_scatter),
+    (param_and_grad_buffer, "dist_all_gather_func", _gather_shards),
+    (param_and_grad_buffer, "dist_reduce_scatter_func", _sum_to_shards),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0)),
     (megatron_random, "_set_cuda_rng_state", _nothing),

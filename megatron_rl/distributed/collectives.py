@@ -1,5 +1,6 @@
 """Differentiable collectives over an explicit process group, and copies to the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,15 @@ def all_to_all(x: Tensor, *, group: Group) -> Tensor:
     received = x.new_empty(x.shape)
     dist.all_to_all_single(received, x.contiguous(), group=group)
     return received
+
+
+def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, group: Group) -> None:
+    """Send sent[r] to each other rank r, and receive its part in received[r], without copies."""
+    others = [rank for rank in range(group_size(group)) if rank != group_rank(group)]
+    works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
+    works += [dist.isend(sent[rank], group=group, group_dst=rank) for rank in others]
+    for work in works:
+        work.wait()
 
 
 def sum_to_owners(x: Tensor, *, group: Group) -> Tensor:

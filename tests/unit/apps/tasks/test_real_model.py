@@ -57,11 +57,16 @@ def test_both_sets_of_chain_sums_have_few_problems_of_two_terms():
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
-    [("42", 1), ("28 + 14 = 42 coins.", 1), ("42 coins, not 43", 0), ("none", 0), ("1,042", 0)],
-)
-def test_reward_is_of_the_last_number(text, reward):
-    assert score(text, "42", "") == reward
+    ("text", "answer", "reward"),
+    [
+        *((text, "42", 1) for text in ("42", "28 + 14 = 42 coins.", "$42.00.", "50-42", "84/2")),
+        *((text, "42", 0) for text in ("42, not 43", "none", "1,042", "3.42", "1/42", "= -42", "")),
+        ("It costs 12.50", "50", 0), ("1,234,567.", "1234567", 1), ("28,14", "14", 1),
+        ("7-9=-2", "-2", 1), ("1/0", "0", 1), ("2/6", "1/3", 1), ("9" * 5000, "9", 0),
+    ],
+)  # fmt: skip
+def test_reward_is_of_the_last_number(text, answer, reward):
+    assert score(text, answer, "") == reward
 
 
 def write_wheel(folder, content):
