@@ -85,8 +85,9 @@ class Calculator:
         if not (call.startswith("calc(") and call.endswith(")")):
             right = f"\\boxed{{{self.answer}}}" in message
             return Answer(reward=float(right), done=True, reason="answered")
-        first, sign, second = (call[5:-1].split() + ["", "", ""])[:3]
-        if not (first.isdigit() and second.isdigit() and sign in ("+", "-", "*")):
+        parts = call[5:-1].split()
+        first, sign, second = parts if len(parts) == 3 else ("", "", "")
+        if not (first.isdecimal() and second.isdecimal() and sign in ("+", "-", "*")):
             return Answer("error: write calc(NUMBER + NUMBER), with +, - or *")
         a, b = int(first), int(second)
         return Answer(str({"+": a + b, "-": a - b, "*": a * b}[sign]))

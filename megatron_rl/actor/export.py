@@ -51,7 +51,7 @@ from megatron_rl.distributed.agreement import (
 )
 from megatron_rl.distributed.topology import Topology
 from megatron_rl.errors import UserError
-from megatron_rl.models.safetensors_headers import INDEX, SINGLE
+from megatron_rl.models.safetensors_headers import GGUF_ORIGIN, INDEX, SINGLE
 from megatron_rl.models.shape import ModelShape, read_critic_shape, tensor_shapes, text_model
 from megatron_rl.models.stored_tensors import (
     further_tensors,
@@ -379,7 +379,7 @@ def begin_folder(partial: Path, source: str | Path) -> None:
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     for path in Path(source).iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+        if path.is_file() and not path.name.endswith((*_WEIGHT_SUFFIXES, GGUF_ORIGIN)):
             shutil.copy2(path, partial / path.name)
         elif path.name == _TEMPLATES and path.is_dir():
             shutil.copytree(path, partial / path.name)

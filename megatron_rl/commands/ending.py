@@ -42,6 +42,11 @@ def _is_megatron(error: ModuleNotFoundError) -> bool:
     return (error.name or "").split(".")[0] == "megatron"
 
 
+def warn(line: str) -> None:
+    """Print a line of a command that goes on."""
+    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
+
+
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
     """Report an error and return the exit status; a rank also logs its traceback and exits.
 

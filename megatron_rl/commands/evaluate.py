@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.ending import fail, leave
+from megatron_rl.commands.ending import fail, leave, warn
 from megatron_rl.commands.options import Commands, add_command, named, option
 from megatron_rl.commands.train import check_devices, check_installed, check_place, rank_modules
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
@@ -20,7 +20,8 @@ from megatron_rl.runtime.processes import (
     without_garbage_collection,
 )
 
-FROM_RUN = ("seed", "data", "rollout", "reward", "eval")  # config sections taken from a run
+# Config sections taken from a run.
+FROM_RUN = ("seed", "data", "rollout", "reward", "environment", "workers", "eval")
 READ = (
     *FROM_RUN,
     "parallel",
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         place = join_processes()
         config = evaluation_config(options.model, options.data, options.overrides)
         check_place(config, place)
-        config, *_ = resolve_hub_names(config)  # downloads before the ranks start
+        config, *_ = resolve_hub_names(config, echo=warn)  # downloads before the ranks start
         if options.output is None:
             name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.output = str(Path("evaluations") / name)

@@ -1,7 +1,6 @@
 """`megatron-rl launch`, and the commands `status`, `logs` and `cancel` for launched runs."""
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megatron_rl.apps.launch.following import (
     find_record,
     read_logs,
 )
+from megatron_rl.commands.ending import warn
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import ConfigError
 
@@ -75,13 +75,13 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ConfigError("--offline: only valid with --dry-run; add it, or remove --offline")
     cluster = load_cluster(options.cluster)
     given = with_absolute_paths(load_config(options.config, options.overrides))
-    named, resolved, problems = resolve_hub_names(given)
+    named, resolved, problems = resolve_hub_names(given, echo=warn)
     if problems and not options.offline:
         raise ConfigError("this launch cannot start:\n  " + "\n  ".join(problems))
     if given.data.epochs is not None and not options.offline:
         from megatron_rl.preflight.start import resolve_epochs
 
-        resolved += resolve_epochs(named, echo=_warn)[1]
+        resolved += resolve_epochs(named, echo=warn)[1]
     launch = plan_launch(
         options.config,
         cluster,
@@ -95,7 +95,7 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.committed:
         require_committed(launch.source)
     if not options.offline and (warning := check_inputs(launch)) is not None:
-        _warn(warning)
+        warn(warning)
     if options.dry_run:
         print(preview(launch, offline=options.offline), end="")
         return 0
@@ -108,10 +108,6 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
         print(f"  includes uncommitted changes: {record.folder}/uncommitted.diff")
     print(f"  megatron-rl status {name}; megatron-rl logs -f {name}; megatron-rl cancel {name}")
     return _follow(record) if options.wait else 0
-
-
-def _warn(line: str) -> None:
-    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
 
 
 def _status(options: argparse.Namespace, arguments: list[str]) -> int:

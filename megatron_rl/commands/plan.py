@@ -4,14 +4,13 @@ import argparse
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.commands.ending import leave
+from megatron_rl.commands.ending import leave, warn
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
 from megatron_rl.preflight.layout import too_long
@@ -86,7 +85,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
     quiet_libraries()
     if (file := find_gguf(options.model)) is not None:
-        options.model = str(folder_of_gguf(file, echo=_warn, or_in=Path("runs") / "gguf"))
+        options.model = str(folder_of_gguf(file, echo=warn, or_in=Path("runs") / "gguf"))
     print(_plan(options))
     return leave(0)
 
@@ -133,7 +132,7 @@ def _plan(options: argparse.Namespace) -> str:
             with _interruptible():
                 result = search(
                     planner, dry_runs, options.devices, fixed,
-                    top=max(options.top, options.choice), progress=_warn,
+                    top=max(options.top, options.choice), progress=warn,
                 )  # fmt: skip
         finally:
             dry_runs.close()
@@ -176,10 +175,6 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _warn(line: str) -> None:
-    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
-
-
 def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     """Return the config to start from, and the layout dimensions that the overrides fix."""
     from megatron_rl.preflight.hub_names import with_gguf_folders
@@ -193,11 +188,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
         model["path"] = options.model if is_folder else f"models/{options.model.split('/')[-1]}"
     data = values.setdefault("data", {})
     data["train"] = data.get("train") or "data/train.parquet"
-    config = with_gguf_folders(parse_config(values), echo=_warn)
+    config = with_gguf_folders(parse_config(values), echo=warn)
     if config.data.epochs is not None:
         from megatron_rl.preflight.start import resolve_epochs
 
-        config, _ = resolve_epochs(config, echo=_warn)
+        config, _ = resolve_epochs(config, echo=warn)
     fixed: dict[str, object] = {}
     for override in options.overrides:
         key = override.partition("=")[0]

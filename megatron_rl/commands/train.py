@@ -3,11 +3,10 @@
 import argparse
 import importlib.util
 import os
-import sys
 import time
 from pathlib import Path
 
-from megatron_rl.commands.ending import fail, how_to_continue, leave
+from megatron_rl.commands.ending import fail, how_to_continue, leave, warn
 from megatron_rl.commands.options import Commands, add_command, named, option, overrides
 from megatron_rl.config import (
     Config,
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         if options.print_config:
             print(dump_config(config), end="")
             return 0
-        config, resolved, _ = resolve_hub_names(with_absolute_paths(config), echo=_warn)
+        config, resolved, _ = resolve_hub_names(with_absolute_paths(config), echo=warn)
         config, steps = _resolve_epochs(config, is_main_rank=place is None or place.rank == 0)
         arguments = [*arguments, *resolved, *steps]
         check_place(config, place)
@@ -106,7 +105,7 @@ def _resolve_epochs(config: Config, *, is_main_rank: bool) -> tuple[Config, list
         return config, []
     from megatron_rl.preflight.start import resolve_epochs
 
-    return resolve_epochs(config, echo=_warn if is_main_rank else lambda text: None)
+    return resolve_epochs(config, echo=warn if is_main_rank else lambda text: None)
 
 
 def check_installed() -> None:
@@ -167,7 +166,7 @@ def _start(config: Config, options: argparse.Namespace, arguments: list[str]) ->
     check_devices(world_size)
     for warning in (describe_address_space(), describe_slow_bfloat16(config.trainer.dtype)):
         if warning is not None:
-            _warn(warning)
+            warn(warning)
     _check_memory(config, world_size)
     find_stall = RunDirectory.of(config).new_stalls()
     status = start_processes(
@@ -187,10 +186,6 @@ def rank_modules(*, with_engine: bool = True) -> tuple[str, ...]:
     return TRAINER_MODULES + ENGINE_MODULES + (() if has_cuda() else CPU_WORKER_MODULES)
 
 
-def _warn(line: str) -> None:
-    print(f"megatron-rl: {line}", file=sys.stderr, flush=True)
-
-
 def _check_memory(config: Config, world_size: int) -> None:
     from megatron_rl.preflight.resources import check_memory, host_memory
 
@@ -202,7 +197,7 @@ def _check_memory(config: Config, world_size: int) -> None:
         host_bytes=host_memory() // on_this_node,
     )
     if warning is not None:
-        _warn(warning)
+        warn(warning)
 
 
 def check_devices(world_size: int) -> None:

@@ -144,7 +144,7 @@ class Config(Section):
         unused = {  # setting: whether it has no effect, and what it has none with
             f"advantage.std={advantage.std}": (
                 advantage.std != "sample"
-                and advantage.estimator in ("leave_one_out", "optimal_value"),
+                and advantage.estimator in ("leave_one_out", "optimal_value", "raw"),
                 f"{estimator}, which divides by no standard deviation",
             ),
             f"advantage.beta={advantage.beta}": (
@@ -187,6 +187,7 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
+            **self._unused_with_files(),
         }
         return [
             f"{setting}: no effect with {other}; unset one, or change the other"
@@ -194,10 +195,28 @@ class Config(Section):
             if is_unused
         ]
 
+    def _unused_with_files(self) -> dict[str, tuple[bool, str]]:
+        """Settings of responses and rewards, which `offline.rollouts` has already."""
+        reward, rollout = self.reward, self.rollout
+        return {
+            key: (
+                self.offline.rollouts is not None and bool(value),
+                "offline.rollouts, whose responses and rewards are those of its files",
+            )
+            for key, value in {
+                f"reward.verifier={reward.verifier}": reward.verifier,
+                f"reward.weights={reward.weights}": reward.weights,
+                f"rollout.stop={rollout.stop}": rollout.stop,
+                f"rollout.stop_token_ids={rollout.stop_token_ids}": rollout.stop_token_ids,
+            }.items()
+        }
+
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
-        if isinstance(metric, bool):
+        if metric is False or (metric is True and self.eval.sets):
             return []
+        if metric is True:
+            return ["trainer.keep_best=true: no score says which is best; give eval.sets"]
         n = 1 if self.eval.temperature == 0 else self.eval.samples
         pass_at_k = [f"pass@{k}" for k in range(2, n + 1) if k == n or k & (k - 1) == 0]
         scores = [f"avg@{n}", *pass_at_k, *([f"maj@{n}"] if n > 1 else [])]

@@ -24,6 +24,9 @@ from megatron_rl.errors import UserError
 
 _TEXT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge"))
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_EMPTY = (
+    "is empty, which would mean null; write null, or a value ({} for all defaults of a section)"
+)
 _OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # octal, and to base 60
 
 
@@ -198,7 +201,20 @@ def keep_texts(node: yaml.Node, kind: Any) -> None:
             elif isinstance(key_node, yaml.ScalarNode):
                 if is_named:
                     key_node.tag = _TEXT
-                keep_texts(value_node, kind_at(kind, key_node.value))
+                inner, line = kind_at(kind, key_node.value), key_node.start_mark.line + 1
+                if _is_empty(value_node) and _needs_word(inner):
+                    raise yaml.YAMLError(f"line {line}: {key_node.value} {_EMPTY}")
+                keep_texts(value_node, inner)
+
+
+def _is_empty(node: yaml.Node) -> bool:
+    is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    return is_plain and not node.value and node.tag == _NULL
+
+
+def _needs_word(kind: Any) -> bool:
+    """Return True where null turns something off and must be written; a text may be left empty."""
+    return NoneType in _kinds(kind) and not is_text(kind)
 
 
 def kind_at(kind: Any, key: str) -> Any:
@@ -383,8 +399,11 @@ def apply_override(values: dict[str, Any], override: str) -> None:
     key = plain
     if not equals or not all(key.split(".")):
         raise ConfigError(f"override {override!r} is not of the form key=value, such as seed=7")
+    kind = kind_at(Config, key)
+    if not text.strip() and _needs_word(kind):
+        raise ConfigError(f"override {override!r}: {key} {_EMPTY}")
     try:
-        value = parse_value(text, kind_at(Config, key))
+        value = parse_value(text, kind)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(

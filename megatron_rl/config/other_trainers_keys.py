@@ -248,7 +248,7 @@ VERL |= (
             f"{_ACTOR}.policy_loss", f"{_ACTOR}.tau_pos", f"{_ACTOR}.tau_neg")
     | _none("it is rollout.responses_per_prompt", f"{_ACTOR}.rollout_n")
     | _none("the loss does not need it", f"{_ACTOR}.calculate_sum_pi_squared")
-    | _none("vLLM alone shares prefixes", f"{_ACTOR}.use_prefix_grouper")
+    | _none("trainer.share_prompts does it", f"{_ACTOR}.use_prefix_grouper")
     | _none(_ADAMW, _OPTIM)
     | _none(_WARMUP, f"{_OPTIM}.lr_warmup_init", f"{_OPTIM}.warmup_style")
     | _none("the decay ends with the last step", f"{_OPTIM}.lr_decay_steps",
@@ -314,7 +314,7 @@ VERL |= (
             "actor_rollout_ref.nccl_timeout")
     | _none("packs are always balanced over ranks", "trainer.balance_batch")
     | _none("eval.sets are always evaluated before training", "trainer.val_before_train")
-    | _none("megatron-rl evaluate does it", "trainer.val_only")
+    | _none("megatron-rl eval does it", "trainer.val_only")
     | _none(_LISTED, "trainer.validation_data_dir")
     | _none("CUDA devices are used if there are any", "trainer.device")
     | _none("a step is not skipped", "skip")

@@ -495,8 +495,9 @@ def share(count: int, weights: Sequence[float]) -> list[int]:
         shares[place] += 1
     if 0 in shares:
         raise UserError(
-            f"weights {', '.join(f'{weight:g}' for weight in weights)} give a set none of "
-            f"rollout.prompts_per_step={count}; raise its weight, or rollout.prompts_per_step"
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} give a set none of the "
+            f"{count} new prompts of a step; raise its weight, or their number "
+            "(rollout.prompts_per_step, replay.fresh)"
         )
     return shares
 

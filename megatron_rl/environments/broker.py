@@ -157,17 +157,17 @@ class EnvironmentBroker(Broker):
 
     async def _call(self, one: Conversation, turn: Turn) -> Message:
         """Return the answer to the last turn; raises FailedError."""
+        limit = f"{self.settings['time_limit']:g} s"
         while True:
             try:
                 if one.unit is None or one.unit.ended.is_set():
-                    await self._rebuild(one)
+                    await self._make(one, limit)
                 return await self._step(one, turn)
             except OverTimeError:
                 await self._drop(one)
                 # Its process may have done anything before it was ended: the next one has not
                 # begun this turn.
                 if turn.is_late or not self.description["answers_late"]:
-                    limit = f"{self.settings['time_limit']:g} s"
                     raise FailedError("timed_out", f"the call took longer than {limit}") from None
                 turn.is_late = True
             except DiedError as error:
@@ -175,6 +175,15 @@ class EnvironmentBroker(Broker):
                 one.deaths += 1
                 if one.deaths == 2:  # once, it may be killed because the machine lacks memory
                     raise FailedError("failed", f"its process died twice, {error}") from None
+
+    async def _make(self, one: Conversation, limit: str) -> None:
+        """Make the environment; where this is too slow it fails: its last turn has not begun."""
+        try:
+            await self._rebuild(one)
+        except OverTimeError:
+            await self._drop(one)
+            text = f"making it, or repeating its earlier turns, took longer than {limit}"
+            raise FailedError("timed_out", text) from None
 
     async def _rebuild(self, one: Conversation) -> None:
         """Make the environment in a new process, in the state after all turns but the last."""

@@ -17,6 +17,7 @@ from megatron_rl.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GGUF_ORIGIN = "read_from_gguf.json"  # in a folder that was read from a GGUF file: which file
 FLOATS = ("F32", "F16", "BF16", "F64")
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_LISTED_PROBLEMS = 3  # per message

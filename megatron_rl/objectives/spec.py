@@ -40,7 +40,7 @@ def check(name: str, value: object, declared: Any) -> None:
             raise UserError(f"{name} is {value!r}: choose one of {choices}")
     elif kind is float or get_origin(kind) is Annotated:
         check_number(name, value, *getattr(kind, "__metadata__", (">=", -math.inf)))
-    elif not isinstance(value, kinds):
+    elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join(getattr(each, "__name__", str(each)) for each in kinds)
         raise UserError(f"{name} is {value!r}: it must be of type {names}")
 

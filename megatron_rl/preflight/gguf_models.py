@@ -29,14 +29,18 @@ from typing import Any, NamedTuple
 
 from megatron_rl.data.tokenizer import require_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.models.safetensors_headers import DOWNLOAD_AGAIN, add_samples, format_problems
+from megatron_rl.models.safetensors_headers import (
+    DOWNLOAD_AGAIN,
+    GGUF_ORIGIN,
+    add_samples,
+    format_problems,
+)
 from megatron_rl.models.shape import ModelShape, read_model_shape, tensor_shapes
 from megatron_rl.models.stored_tensors import check_headers
 from megatron_rl.runtime.failures import is_full_disk
 from megatron_rl.runtime.versions import hide_unloadable_builds
 
 SUFFIX = ".gguf"
-ORIGIN = "read_from_gguf.json"  # in the folder: the file that it was read from
 INSTALL = "pip install gguf accelerate"
 TEMPORARY = ".reading-"
 # By the format's names; these are read exactly (tests), and others are refused.
@@ -51,6 +55,12 @@ WITHOUT_EFFECT = ("vocab_size", "attention.key_length", "attention.value_length"
 # same after every digit is split off.
 GPT2_SPLITS = ("default", "gpt-2")
 DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r")
+# With these, as in llama.cpp, a word of the vocabulary is one token whatever the merges are, and a
+# text begins with the token bos, unless the file says otherwise (src/llama-vocab.cpp).
+WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+    "jina-v5-nano", "tekken",
+)  # fmt: skip
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -92,13 +102,13 @@ def folder_of_gguf(
     parents = [file.parent, *([] if or_in is None else [or_in])]
     folders = [parent / f"{file.stem}-{digest.hexdigest()[:12]}" for parent in parents]
     for folder in folders:
-        if (folder / ORIGIN).is_file():
+        if (folder / GGUF_ORIGIN).is_file():
             return folder.absolute()
     folder = next(
         (each for each in folders if os.access(existing_parent(each), os.W_OK)), folders[0]
     )
     with only_process(folder):
-        if not (folder / ORIGIN).is_file():
+        if not (folder / GGUF_ORIGIN).is_file():
             _read_in_process(file, folder, echo)
     return folder.absolute()
 
@@ -173,11 +183,11 @@ def read_gguf(
                 raise
             raise _full(folder, needed, shutil.disk_usage(folder.parent).free) from None
         origin = {"file": str(file.absolute()), "tensors": dict(kinds)}
-        (made / ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        (made / GGUF_ORIGIN).write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
         try:
             made.rename(folder)
         except OSError:
-            if not (folder / ORIGIN).is_file():  # otherwise another node was faster
+            if not (folder / GGUF_ORIGIN).is_file():  # otherwise another node was faster
                 raise
 
 
@@ -255,6 +265,12 @@ def check_known(file: Path, reader: Any) -> None:
             f"{file}: its tokenizer ({model}, text split as {split}) cannot be rebuilt; give the "
             "model's Hugging Face folder"
         )
+    for key, unread in {"add_eos_token": True, "add_space_prefix": model == "gpt2"}.items():
+        if _value(reader, f"tokenizer.ggml.{key}") is unread:
+            raise UserError(
+                f"{file} has tokenizer.ggml.{key}={str(unread).lower()}, which transformers does "
+                "not read from GGUF files; give the model's Hugging Face folder"
+            )
 
 
 def known_splits() -> set[str]:
@@ -329,7 +345,19 @@ def _write_tokenizer(file: Path, reader: Any, folder: Path) -> None:
             f"{file}: its tokenizer cannot be rebuilt ({error}); give the model's Hugging Face "
             "folder"
         ) from error
-    if _value(reader, "tokenizer.ggml.pre") in DIGIT_SPLITS:
+    model, split, begins = (
+        _value(reader, f"tokenizer.ggml.{key}") for key in ("model", "pre", "add_bos_token")
+    )
+    if split in WHOLE_WORDS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    begins = model == "llama" or split in WHOLE_WORDS if begins is None else begins
+    if begins and tokenizer.bos_token is None:
+        raise UserError(
+            f"{file} has no tokenizer.ggml.bos_token_id, with which a text begins; give the "
+            "model's Hugging Face folder"
+        )
+    tokenizer.add_bos_token = begins
+    if split in DIGIT_SPLITS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),

@@ -283,6 +283,12 @@ def _check_group(rollouts: Sequence[Rollout], start: int) -> None:
             f"prompts, and rollout.responses_per_prompt={size} consecutive rows are a group; "
             "sort the file by prompt, or set that to the size of its groups"
         )
+    if len(indices := {rollout.response.prompt_index for rollout in rollouts}) > 1:
+        raise ConfigError(
+            f"offline.rollouts: rows {start} to {start + len(rollouts) - 1} answer one prompt and "
+            f"have prompt_index {', '.join(map(str, sorted(indices)))}; give them one, or drop "
+            "that column"
+        )
 
 
 class NoEngine:

@@ -138,7 +138,8 @@ def build_order(config: Config, sizes: Sequence[int]) -> PromptOrder | PromptMix
         weights = tuple(weight for _, _, weight in config.training.values())
         order = PromptMix(tuple(sizes), weights, seed=config.seed)
     try:
-        order.indices(0, config.rollout.prompts_per_step)  # raises where there are too few
+        for count in {config.rollout.prompts_per_step, config.fresh_groups}:  # of step 1, and later
+            order.indices(0, count)  # raises where there are too few
     except ValueError as error:
         raise ConfigError(f"{'data.mix' if config.data.mix else 'data.train'}: {error}") from error
     return order

@@ -7,10 +7,11 @@ import json
 from contextlib import nullcontext
 
 from megatron_rl.actor import groups
+from megatron_rl.commands.evaluate import _with_output, evaluation_config
 from megatron_rl.config import load_config
 from megatron_rl.engine.engine import EngineHooks
 from megatron_rl.runtime.interruption import RunInterrupted
-from megatron_rl.trainer import build, build_engines
+from megatron_rl.trainer import build, build_engines, evaluate_model
 from megatron_rl.trainer import checkpointing as saving
 from megatron_rl.trainer.recorder import Recorder
 from tests.functional.tiny_runs import ROOT
@@ -121,7 +122,8 @@ def main(folder):
         made["pool"] = made.get("pool") or build_pool(reward, workers, **settings).__enter__()
         return nullcontext(made["pool"])
 
-    groups.initialise, build.build_engine = initialise_once, build_once
+    groups.initialise = initialise_once
+    build.build_engine = evaluate_model.build_engine = build_once
     build_engines.VerifierPool = start_pool_once
     Recorder.draw = lambda recorder: None
     disturbed = {
@@ -136,13 +138,21 @@ def main(folder):
         else:
             run(folder, name)
     run_offline(folder)
+    evaluate(folder)
     made["pool"].__exit__(None, None, None)
+
+
+def evaluate(folder):
+    """Evaluate a run's trained model as `megatron-rl eval` does."""
+    config = _with_output(evaluation_config(f"{folder}/whole", None, []), folder / "evaluation")
+    evaluate_model.run_evaluation(config, config.evaluation_files, rank=0, world_size=1)
 
 
 def run_offline(folder):
     """Train on the conversations of a run, without an engine and its environment."""
     settings = [
-        *(one for one in arguments(folder, "offline") if not one.startswith("environment")),
+        *(one for one in arguments(folder, "offline")
+          if not one.startswith(("environment", "reward"))),
         "environment=null", f"offline.rollouts={folder}/split", "eval.sets={}",
         "rollout.max_response_tokens=96", "rollout.top_k=null", "rollout.min_p=0",
     ]  # fmt: skip

@@ -99,6 +99,21 @@ def test_run_of_split_conversations_resumes_inside_a_step(runs):
         assert row["mismatch/logprob_abs_diff_mean"] < 1e-4
 
 
+def test_evaluation_of_a_run_has_its_environment(runs):
+    """And finds what the run's last evaluation found."""
+    scores = json.loads((runs / "evaluation" / "scores.json").read_text())["scores"]
+    assert scores["avg@2"]["heldout"]["score"] == learned(runs / "whole")[-1]["eval/heldout/avg@2"]
+    files = [
+        runs / name / "eval" / f"heldout_{step:06d}.parquet"
+        for name, step in (("evaluation", 0), ("whole", 3))
+    ]
+    own, other = (
+        pq.read_table(file, columns=["token_ids", "observed", "reward"]).to_pylist()
+        for file in files
+    )
+    assert own == other and all(row["observed"] for row in own)
+
+
 def contexts(row):
     """The tokens that the policy read before each turn of a conversation."""
     found, start, tokens = [], 0, [*row["prompt_token_ids"], *row["token_ids"]]

@@ -135,6 +135,14 @@ SETTINGS = [
      "environment.max_rewrites=8 must be below environment.max_tur"),
     ("offline.rollouts=r & eval.sets={held: x.jsonl}",
      "offline.rollouts cannot be combined with eval.sets"),
+    *((f"offline.rollouts=r & {key}={value}", f"{key}= ... no effect with offline.rollouts")
+      for key, value in (("reward.verifier", "a:b"), ("reward.weights", "{correct: 1}"),
+                         ("rollout.stop", "[end]"), ("rollout.stop_token_ids", "[3]"))),
+    ("trainer.keep_best=true", "no score says which is best; give eval.sets"),
+    ("advantage.estimator=raw & advantage.std=population", "divides by no standard deviation"),
+    ("objective.kl={coefficient: 1, estimator: forward_kl, top_k: true}", "top_k is True: it must"),
+    ("lora=", "override 'lora=': lora is empty, which would mean null; write null, or a value"),
+    ("critic={lora: }", "lora is empty, which would mean null"),
     ("offline.rollouts=r & offline.behavior=m & behavior=engine",
      "behavior=engine: no effect with offline.behavior=m, which recomputes the log-probs"),
     ("objective={function: my_losses}",
@@ -155,6 +163,10 @@ SETTINGS = [
 FILES = [
     (b"seed: 1\n", "model.path: missing"),
     (b"- a\n- b\n", "must contain a mapping"),
+    *((f"model: {{path: m}}\n{key}\n".encode(), f"run.yaml: line {line}: {name} is empty, which")
+      for key, name, line in (("lora:", "lora", 2), ("critic:  # none", "critic", 2),
+                              ("shaping:\n  overlong:", "overlong", 3),
+                              ("critic:\n  value_clip:", "value_clip", 3))),
     (b"model: {path: m}\n# caf\xe9\n", "run.yaml, line 2: byte 0xe9 is not UTF-8; save the"),
     (b"model:\n\tpath: m\n", "run.yaml, line 2: not valid YAML: a tab; indent with spaces"),
     (b"a: b\nmodel: {path: m\x07}\n", "run.yaml, line 2: not valid YAML: the character U+0007"),

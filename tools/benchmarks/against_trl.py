@@ -84,11 +84,16 @@ SIZES = {
 WORDS = 4096  # vocabulary of the untrained models; one of these tokens ends a response
 LAYOUTS = {
     "data 2": ("parallel.context=1", "parallel.data=2"),
-    "context 2": ("parallel.context=2",),
+    "context 2": ("parallel.context=2", "parallel.data=1"),
     "data 2, bfloat16": ("parallel.context=1", "parallel.data=2", "trainer.dtype=bfloat16"),
-    "one process": ("parallel.context=1",),
+    "one process": ("parallel.context=1", "parallel.data=1"),
     "data 2, lag 1": ("parallel.context=1", "parallel.data=2", "lag.batches=1"),
-    "engine ranks 1, lag 1": ("parallel.context=1", "parallel.engine_ranks=1", "lag.batches=1"),
+    "engine ranks 1, lag 1": (
+        "parallel.context=1",
+        "parallel.data=1",
+        "parallel.engine_ranks=1",
+        "lag.batches=1",
+    ),
 }
 
 
@@ -155,8 +160,8 @@ def make_pretrained_task(folder: Path) -> Path:
     real_model.make(source)
     folder.mkdir(parents=True, exist_ok=True)
     model = folder_of_gguf(source / real_model.MODEL, echo=print)
-    if not (folder / "model").exists():
-        (folder / "model").symlink_to(model)
+    (folder / "model").unlink(missing_ok=True)
+    (folder / "model").symlink_to(model)
     lines = (source / "train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [
         {
@@ -355,8 +360,10 @@ def main() -> None:
     elif arguments.command == "measure":
         measure(arguments.size, batches=arguments.batches, file=arguments.file,
                 systems=arguments.systems)  # fmt: skip
-    else:
+    elif arguments.file.exists():
         print_table(arguments.file)
+    else:
+        parser.error(f"{arguments.file} does not exist; call measure first")
 
 
 if __name__ == "__main__":

@@ -202,6 +202,7 @@ def _train_critic(config: Config, actor: MegatronActor, minibatch: Minibatch, me
     meter.begin("critic")
     assert critic is not None and config.critic is not None, "the config has one"
     critic.wake_up()
+    meter.category = "activations"
     packs = minibatch.micro_batches
     rewards = [torch.zeros(len(pack.tokens)) for pack in packs]
     ends = [pack.response_mask for pack in packs]
@@ -212,7 +213,6 @@ def _train_critic(config: Config, actor: MegatronActor, minibatch: Minibatch, me
         pack.values, _, pack.returns = one.unbind(1)
     critic.update(minibatch, clip=config.critic.value_clip)
     critic.sleep()
-    meter.category = "activations"
 
 
 def _update(
@@ -220,6 +220,9 @@ def _update(
 ) -> None:
     """Run one update, its optimizer step as a phase of its own."""
     meter.begin(f"update{number}")
+    meter.category = "optimizer"
+    actor.wake_up()  # it slept while a critic was trained
+    meter.category = "activations"
     with on_step(partial(meter.begin, f"step{number}")):
         actor.update(minibatch, objective)
 

@@ -252,12 +252,18 @@ def probes_of(shape: ModelShape, layout: Layout) -> tuple[Probe, ...]:
 
 
 def run_probe(config: Config, probe: Probe) -> Counts:
-    """Run one rank dry, on a copy of the model's config.json with fewer layers."""
+    """Run one rank dry, on a copy of the model's config.json with fewer layers.
+
+    With pipeline stages a critic's own model, which has as many layers, has as few.
+    """
     with TemporaryDirectory() as folder:
-        source = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        shallow = json.dumps(with_layers(source, sum(probe.layers)))
-        (Path(folder) / "config.json").write_text(shallow, encoding="utf-8")
+        _write_shallow(config.model.path, folder, sum(probe.layers))
         layers = probe.layers if len(probe.layers) > 1 else None
+        critic = config.critic
+        if layers and critic is not None and critic.path is not None:
+            _write_shallow(critic.path, f"{folder}/critic", sum(layers))
+            changed = critic.model_copy(update={"path": f"{folder}/critic"})
+            config = config.model_copy(update={"critic": changed})
         run = dry_run_rank(
             _with_layout(config, probe.layout, folder, layers),
             processes=probe.layout.world_size,
@@ -265,6 +271,12 @@ def run_probe(config: Config, probe: Probe) -> Counts:
             micro_batches=1,
         )
     return flatten(run)
+
+
+def _write_shallow(model: str, folder: str, layers: int) -> None:
+    source = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    Path(folder).mkdir(exist_ok=True)
+    (Path(folder) / "config.json").write_text(json.dumps(with_layers(source, layers)), "utf-8")
 
 
 def with_layers(source: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -401,7 +413,9 @@ class DryRuns:
 
     def _file(self, probe: Probe) -> Path:
         assert self.folder is not None
-        source = (Path(self.config.model.path) / "config.json").read_text(encoding="utf-8")
+        critic = self.config.critic and self.config.critic.path
+        models = [self.config.model.path, *([critic] if critic else [])]
+        source = [(Path(model) / "config.json").read_text(encoding="utf-8") for model in models]
         values = self.config.model_dump(mode="json")
         values.pop("run"), values["model"].pop("path")
         share = self.config.run.largest_expert_share
@@ -770,7 +784,6 @@ class Planner:
         return max(rollout, train) if layout.engine_ranks else rollout + train
 
 
-@lru_cache(maxsize=32)
 def _trained(shape: ModelShape, lora: LoraSection | None) -> int:
     """Count the weights that have an optimizer's states."""
     if lora is None:
@@ -778,6 +791,7 @@ def _trained(shape: ModelShape, lora: LoraSection | None) -> int:
     return count_adapter_parameters(shape, rank=lora.rank, targets=lora.targets)
 
 
+@lru_cache(maxsize=32)
 def _weights(shape: ModelShape) -> tuple[int, int]:
     """Count the model's dense weights and those of experts."""
     dense = experts = 0
@@ -1050,11 +1064,15 @@ def layouts(
 def _misfit(planner: Planner, layout: Layout) -> str:
     """Return why the model or the batch cannot or should not be divided this way, or ''."""
     shape, workload = planner.shape, planner.workload
-    problem = _cut_problem(
-        shape, layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_slices
-    )
-    if problem:
+    cut = (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_slices)
+    if problem := _cut_problem(shape, *cut):
         return problem
+    critic = planner.critic_shape
+    if critic is not None and critic is not shape:
+        if layout.pipeline > 1 and critic.num_layers != shape.num_layers:
+            return "a critic of another depth is not planned with pipeline stages"
+        if problem := _cut_problem(critic, *cut):
+            return f"critic.path: {problem}"
     stage = layout.tensor * layout.replicas
     if stage % (layout.expert * layout.expert_slices):
         return (

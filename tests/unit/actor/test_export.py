@@ -176,6 +176,7 @@ def test_exported_config_lists_no_layers_that_predict_further_tokens(tmp_path):
     source = tmp_path / "source"
     (source / "additional_chat_templates").mkdir(parents=True)
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("a template")
+    (source / "read_from_gguf.json").write_text("{}")  # which these weights are not
     for config in ({"num_nextn_predict_layers": 1, "x": 2}, {"num_nextn_predict_layers": 0}):
         text = json.dumps(config, separators=(",", ":"))
         (source / "config.json").write_text(text)
@@ -185,3 +186,4 @@ def test_exported_config_lists_no_layers_that_predict_further_tokens(tmp_path):
         assert (written == text) == (config["num_nextn_predict_layers"] == 0)  # a copy
     copied = tmp_path / "partial" / "additional_chat_templates" / "tool_use.jinja"
     assert copied.read_text() == "a template"
+    assert not (tmp_path / "partial" / "read_from_gguf.json").exists()

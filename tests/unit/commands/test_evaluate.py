@@ -105,6 +105,18 @@ def test_run_keeps_its_settings_but_not_its_layout(tmp_path):
     assert paths(other) == {"new": "new.jsonl"}
 
 
+def test_run_keeps_its_environment_and_what_its_processes_see(tmp_path):
+    run = {
+        "environment": {"name": "my.tools:Calculator", "max_context_tokens": 20000},
+        "workers": {"variables": ["KEY"]},
+    }
+    build_run(tmp_path, **run)
+    (tmp_path / "model").mkdir()
+    config = evaluation_config(str(tmp_path), None, ["environment.max_turns=3"])
+    assert (config.environment.name, config.environment.max_turns) == ("my.tools:Calculator", 3)
+    assert config.workers.variables == ["KEY"]
+
+
 def test_table_has_one_row_per_set_and_macro():
     found = {
         "avg@4": {

@@ -364,7 +364,7 @@ def test_shares_by_hand():
     assert share(10, [1, 1, 1]) == [4, 3, 3]  # the first has the first of equal remainders
     assert share(8, [0.5, 0.3, 0.2]) == [4, 2, 2]  # 4, 2.4, 1.6
     with pytest.raises(
-        ValueError, match=r"weights 100, 1 give a set none of rollout\.prompts_per_step=8"
+        ValueError, match=r"weights 100, 1 give a set none of the 8 new prompts of a step"
     ):
         share(8, [100, 1])
 

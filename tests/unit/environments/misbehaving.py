@@ -91,6 +91,13 @@ class Deaf(Obedient):
         return Answer(f"timed out after {len(self.turns)} turns")
 
 
+class DeafAndSlow(Deaf):
+    """Never ready, so that no turn begins that could be over the time limit."""
+
+    def __init__(self, row, seed):
+        time.sleep(60)
+
+
 class Unsteady(Obedient):
     """Answers by the process that it is in."""
 

@@ -228,7 +228,8 @@ def test_environment_that_cannot_be_loaded_is_refused_at_start(name, words):
     ("name", "kind", "words"),
     [
         ("RaisesAtOnce", "failed", "failed in turn 1: KeyError: 'no such row' ("),
-        ("Hangs", "timed_out", "did not answer turn 1: the call took longer than 1 s"),
+        ("Hangs", "timed_out", "did not answer turn 1: making it, or repeating its"),
+        ("DeafAndSlow", "timed_out", "did not answer turn 1: making it, or repeating its"),
     ],
 )
 def test_environment_that_cannot_be_made_is_failure_of_first_turn(name, kind, words):

@@ -29,7 +29,7 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 0,
 }
-TOKENS = ["<|end|>", *bytes_to_unicode().values(), "12"]
+TOKENS = ["<|end|>", *bytes_to_unicode().values(), "12", "34"]
 MERGES = ["1 2"]  # never used where every digit is split off
 
 
@@ -60,7 +60,8 @@ def write_gguf(file, model, *, settings=(), tensors=(), split="smollm", kind=Non
     writer.add_key_length(SIZES["head_dim"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in settings:
-        writer.add_string(key, value)
+        add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(key, value)
     writer.add_name("tiny")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -110,6 +111,26 @@ def test_digits_are_split_as_the_file_says(tmp_path, split, pieces):
     assert tokenizer.decode(tokenizer("a  12<|end|>").input_ids) == "a  12<|end|>"
 
 
+BOS = ("tokenizer.ggml.bos_token_id", 0)
+
+
+@pytest.mark.parametrize(
+    ("split", "settings", "pieces"),
+    [
+        ("llama-bpe", [BOS], ["<|end|>", "34"]),
+        ("llama-bpe", [BOS, ("tokenizer.ggml.add_bos_token", False)], ["34"]),
+        ("default", [BOS, ("tokenizer.ggml.add_bos_token", True)], ["<|end|>", "3", "4"]),
+        ("default", [BOS], ["3", "4"]),
+    ],
+)
+def test_words_and_the_first_token_are_those_of_llama_cpp(tmp_path, split, settings, pieces):
+    """34 is in the vocabulary, and no merge makes it."""
+    file = write_gguf(tmp_path / "m.gguf", model_of("llama"), split=split, settings=settings)
+    read_gguf(file, tmp_path / "folder")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer.convert_ids_to_tokens(tokenizer("34").input_ids) == pieces
+
+
 @pytest.mark.slow
 def test_quantized_file_is_read_once_and_described(tmp_path):
     """Q8_0 has a scale of half precision for 32 values of 8 bits."""
@@ -130,6 +151,9 @@ def test_quantized_file_is_read_once_and_described(tmp_path):
     ("problem", "message"),
     [
         ({"settings": [("llama.rope.scaling.type", "linear")]}, "llama.rope.scaling.type"),
+        ({"settings": [("tokenizer.ggml.add_eos_token", True)]}, "add_eos_token=true, which"),
+        ({"settings": [("tokenizer.ggml.add_space_prefix", True)]}, "add_space_prefix=true, which"),
+        ({"settings": [("tokenizer.ggml.add_bos_token", True)]}, "has no tokenizer.ggml.bos_tok"),
         ({"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight is not a tensor of Llama"),
         ({"split": "poro-chat"}, "tokenizer \\(gpt2, text split as poro-chat\\) cannot be rebuilt"),
         ({"kind": "gpt2"}, "architecture gpt2 is not supported; choose from"),

@@ -85,6 +85,11 @@ def test_mix_is_counted_as_one_and_its_sets_by_weight(build_config, tmp_path):
         "times"
     )
     assert isinstance(build_order(config, [30, 10]), PromptMix)
+    # Of the 8 prompts of the first step each set has some, and of 2 new ones of a later step not.
+    replay = {"fresh": 0.25, "capacity": 4}
+    config = build_config(data={"train": "", "mix": sets}, replay=replay)
+    with pytest.raises(ConfigError, match=r"data\.mix: weights 3, 1 give a set none of the 2 new"):
+        build_order(config, [30, 10])
 
 
 def test_prompts_that_are_left_out_are_not_counted(build_config, monkeypatch, tmp_path):

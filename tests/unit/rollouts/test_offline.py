@@ -223,6 +223,7 @@ RANGES = [[{"first": 1, "end": 2}]]  # of the 2 tokens of "4" and its end: no tu
         ({"token_ids": [[1, 200]] * 4}, {}, r"row 0: a token lies outside the tokenizer's 100"),
         ({"token_ids": [[1.5, 2.0]] * 4}, {}, r"row 0: token_ids and prompt_token_ids must be"),
         ({"finish_reason": ["abort"] * 4}, {}, r"row 0: finish_reason is 'abort'; it must be one"),
+        ({"prompt_index": [0, 0, 1, 2]}, {}, r"answer one prompt and have prompt_index 1, 2; gi"),
         ({"prompt_index": ["a"] * 4}, {}, r"row 0: prompt_index must be a whole number from 0"),
         ({"rewards": [[1.0]] * 4}, {}, r"row 0: rewards must be a struct of numbers by name"),
         ({"weight": [1.0, 0.0, 1.0, 1.0]}, {}, r"row 1: has weight=0\.0, which would have no eff"),

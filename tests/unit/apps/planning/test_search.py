@@ -30,6 +30,7 @@ from megatron_rl.apps.planning.search import (
     DryRuns,
     Layout,
     Planner,
+    _misfit,
     layer_pattern,
     layouts,
     overlapped_seconds,
@@ -177,6 +178,7 @@ CASES = {
     "latent": (MIXTURES[1], 8, Layout(1, 2, 1, 2, expert=2)),
     "sinks and windows": (MIXTURES[2], 6, Layout(2, 1, 1, 2, expert=2, expert_tensor=1)),
     "a critic that is larger": (SMALL, 4, Layout(2, 1, 1, 4)),
+    "a critic of its own in stages": (SMALL, 4, Layout(1, 2, 1, 2)),
 }
 FIRST = ("tensor and context", "latent")
 
@@ -194,8 +196,9 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     few = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 8)
     source |= {key: value for key, value in few.items() if key in source}
     sections: dict[str, object] = {}
-    if case == "a critic that is larger":
-        save_shape(tmp_path / "critic", with_layers(source, 3 * layers))
+    if "critic" in case:
+        depth = layers * (3 if "larger" in case else 1)
+        save_shape(tmp_path / "critic", with_layers(source, depth))
         sections = {"critic": {"path": str(tmp_path / "critic")}, "objective": "ppo"}
     planner = planner_for(tmp_path, name, sections, source=source)
     planner = replace(planner, device=DEVICES["b200"])
@@ -216,11 +219,25 @@ def test_memory_is_that_of_the_dry_run_of_the_whole_model(tmp_path, case):
     measured = max(run.phases[phase].peak for run in whole for phase in phases)
     assert planned == pytest.approx(measured + further, rel=0.02)
     awake = max(sum(run.asleep.values()) for run in whole)
-    assert memory["rollout"] - RESERVE == pytest.approx(awake, rel=0.01)
+    messages = 2 * 48 * 2**20 if "stages" in case else 0  # may be freed a little later
+    assert memory["rollout"] - RESERVE == pytest.approx(awake, rel=0.01, abs=messages + 2**22)
     # FLOPs of the slowest stage
     flops = max(stage["update products"] + stage["update attention"] for stage in stages)
     runs_flops = max(run.phases["update"].flops / run.micro_batches for run in whole)
     assert flops == pytest.approx(runs_flops, rel=0.02)
+
+
+def test_critic_with_adapters_has_few_states_and_one_that_cannot_be_cut_is_named(tmp_path):
+    ppo = {"objective": "ppo", "optimizer": {"learning_rate": 1e-4}}
+    adapters = {"learning_rate": 1e-4, "lora": {"rank": 8}}
+    assert 0 < planner_for(tmp_path, SMALL, ppo | {"critic": adapters})._critic_part < 0.1
+    both = planner_for(tmp_path, SMALL, ppo | {"critic": adapters, "lora": {"rank": 8}})
+    assert 0.5 < both._critic_part <= 1.1
+    write_config_json(MODELS["Qwen2.5-0.5B"], tmp_path / "critic")  # 14 heads, 24 layers
+    own = planner_for(tmp_path, SMALL, ppo | {"critic": {"path": str(tmp_path / "critic")}})
+    assert _misfit(own, Layout(4, 1, 1, 2)).startswith("critic.path: ")
+    assert "another depth" in _misfit(own, Layout(1, 2, 1, 2))
+    assert not _misfit(own, Layout(2, 1, 1, 2))
 
 
 @pytest.mark.parametrize(
