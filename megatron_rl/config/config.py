@@ -216,7 +216,7 @@ class Config(Section):
         if metric is False or (metric is True and self.eval.sets):
             return []
         if metric is True:
-            return ["trainer.keep_best=true: no score says which is best; give eval.sets"]
+            return ["trainer.keep_best=true: without scores none is best; give eval.sets"]
         n = 1 if self.eval.temperature == 0 else self.eval.samples
         pass_at_k = [f"pass@{k}" for k in range(2, n + 1) if k == n or k & (k - 1) == 0]
         scores = [f"avg@{n}", *pass_at_k, *([f"maj@{n}"] if n > 1 else [])]

@@ -72,6 +72,7 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, group: Group
     works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
     works += [dist.isend(sent[rank], group=group, group_dst=rank) for rank in others]
     for work in works:
+        assert work is not None, "this rank is in the group"
         work.wait()
 
 

@@ -56,7 +56,7 @@ WITHOUT_EFFECT = ("vocab_size", "attention.key_length", "attention.value_length"
 GPT2_SPLITS = ("default", "gpt-2")
 DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r")
 # With these, as in llama.cpp, a word of the vocabulary is one token whatever the merges are, and a
-# text begins with the token bos, unless the file says otherwise (src/llama-vocab.cpp).
+# text begins with the token bos, unless add_bos_token is false (src/llama-vocab.cpp).
 WHOLE_WORDS = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",

@@ -140,7 +140,7 @@ COSTS = (
     Metric(("time/checkpoint",), "", "saving, and checking for an interruption; counted in the next step"),
     Metric(("time/start_<part>",), "", "first line only: from the start of the command to the first step of rank 0; `imports`, `checks`, `megatron`, `verifiers`, `vllm` (offline: `rollouts`), `push`, `engine_check`, `evaluation`"),
     Metric(("memory/<phase>_peak_gib",), "", "largest memory of any rank in a phase"),
-    Metric(("memory/host_gib", "memory/host_free_gib"), "", "largest rank's host memory after a step; free memory of the host, or in a control group (container, job) on it, with the least. A run warns before a falling line through the last 50 steps reaches 0"),
+    Metric(("memory/host_gib", "memory/host_free_gib"), "", "largest rank's host memory after a step; the least free memory of any host, or of its control group (container, job). A run warns before a falling line through the last 50 steps reaches 0"),
     Metric(("sync/seconds", "sync/plan_seconds", "sync/pack_seconds", "sync/transfer_seconds", "sync/unpack_seconds", "sync/load_seconds", "sync/cache_reset_seconds", "sync/verify_seconds"), "", "the push and [its parts](resharding.md#metrics-of-a-push)"),
     Metric(("sync/bytes_sent", "sync/bytes_local"), "", "sent between ranks, copied within ranks"),
     Metric(("sync/gigabytes_per_second",), "", "bytes sent per second"),

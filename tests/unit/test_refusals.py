@@ -138,7 +138,7 @@ SETTINGS = [
     *((f"offline.rollouts=r & {key}={value}", f"{key}= ... no effect with offline.rollouts")
       for key, value in (("reward.verifier", "a:b"), ("reward.weights", "{correct: 1}"),
                          ("rollout.stop", "[end]"), ("rollout.stop_token_ids", "[3]"))),
-    ("trainer.keep_best=true", "no score says which is best; give eval.sets"),
+    ("trainer.keep_best=true", "without scores none is best; give eval.sets"),
     ("advantage.estimator=raw & advantage.std=population", "divides by no standard deviation"),
     ("objective.kl={coefficient: 1, estimator: forward_kl, top_k: true}", "top_k is True: it must"),
     ("lora=", "override 'lora=': lora is empty, which would mean null; write null, or a value"),

@@ -276,7 +276,8 @@ def run_probe(config: Config, probe: Probe) -> Counts:
 def _write_shallow(model: str, folder: str, layers: int) -> None:
     source = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     Path(folder).mkdir(exist_ok=True)
-    (Path(folder) / "config.json").write_text(json.dumps(with_layers(source, layers)), "utf-8")
+    shallow = json.dumps(with_layers(source, layers))
+    (Path(folder) / "config.json").write_text(shallow, encoding="utf-8")
 
 
 def with_layers(source: dict[str, Any], layers: int) -> dict[str, Any]:
