@@ -187,29 +187,16 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
-            **self._unused_with_files(),
+            f"reward.weights={self.reward.weights}": (
+                self.offline.rollouts is not None and self.reward.weights,
+                "offline.rollouts, whose column reward has the sums",
+            ),
         }
         return [
             f"{setting}: no effect with {other}; unset one, or change the other"
             for setting, (is_unused, other) in unused.items()
             if is_unused
         ]
-
-    def _unused_with_files(self) -> dict[str, tuple[bool, str]]:
-        """Settings of responses and rewards, which `offline.rollouts` has already."""
-        reward, rollout = self.reward, self.rollout
-        return {
-            key: (
-                self.offline.rollouts is not None and bool(value),
-                "offline.rollouts, whose responses and rewards are those of its files",
-            )
-            for key, value in {
-                f"reward.verifier={reward.verifier}": reward.verifier,
-                f"reward.weights={reward.weights}": reward.weights,
-                f"rollout.stop={rollout.stop}": rollout.stop,
-                f"rollout.stop_token_ids={rollout.stop_token_ids}": rollout.stop_token_ids,
-            }.items()
-        }
 
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best

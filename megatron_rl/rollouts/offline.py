@@ -97,7 +97,8 @@ class OfflineRollouts:
             rollouts = cls.open(config)
             rollouts.check()
             path = Path(str(config.offline.rollouts))
-            return describe_thinned(config) + describe_unread(path, further=rollouts.further)
+            unread = describe_unread(path, further=rollouts.further)
+            return describe_thinned(config) + unread + describe_unused(config)
 
         note = run_on_rank_0(check, doing="reading offline.rollouts")
         with sync_errors_across_ranks(doing="opening offline.rollouts"):
@@ -245,6 +246,17 @@ def check_logprobs(batches: Sequence[RolloutBatch]) -> None:
             "the run that wrote them did not compute those of advantage 0. Take its settings "
             "of advantage, shaping and objective, or name its model as offline.behavior"
         )
+
+
+def describe_unused(config: Config) -> str:
+    """Name settings of rewards and responses, which the files already have; empty without any."""
+    given = {
+        "reward.verifier": config.reward.verifier,
+        "rollout.stop": config.rollout.stop,
+        "rollout.stop_token_ids": config.rollout.stop_token_ids,
+    }
+    names = [name for name, value in given.items() if value]
+    return f"; of the files, not by {', '.join(names)}: rewards and responses" if names else ""
 
 
 def describe_thinned(config: Config) -> str:

@@ -143,16 +143,18 @@ def main(folder):
 
 
 def evaluate(folder):
-    """Evaluate a run's trained model as `megatron-rl eval` does."""
-    config = _with_output(evaluation_config(f"{folder}/whole", None, []), folder / "evaluation")
+    """Evaluate a run's trained model as `megatron-rl eval` does, with notes of its own."""
+    arguments(folder, "evaluation")
+    sets = [f"eval.sets={{heldout: {folder}/evaluation_notes/heldout.jsonl}}"]
+    config = evaluation_config(f"{folder}/whole", None, sets)
+    config = _with_output(config, folder / "evaluation")
     evaluate_model.run_evaluation(config, config.evaluation_files, rank=0, world_size=1)
 
 
 def run_offline(folder):
     """Train on the conversations of a run, without an engine and its environment."""
     settings = [
-        *(one for one in arguments(folder, "offline")
-          if not one.startswith(("environment", "reward"))),
+        *(one for one in arguments(folder, "offline") if not one.startswith("environment")),
         "environment=null", f"offline.rollouts={folder}/split", "eval.sets={}",
         "rollout.max_response_tokens=96", "rollout.top_k=null", "rollout.min_p=0",
     ]  # fmt: skip

@@ -135,9 +135,7 @@ SETTINGS = [
      "environment.max_rewrites=8 must be below environment.max_tur"),
     ("offline.rollouts=r & eval.sets={held: x.jsonl}",
      "offline.rollouts cannot be combined with eval.sets"),
-    *((f"offline.rollouts=r & {key}={value}", f"{key}= ... no effect with offline.rollouts")
-      for key, value in (("reward.verifier", "a:b"), ("reward.weights", "{correct: 1}"),
-                         ("rollout.stop", "[end]"), ("rollout.stop_token_ids", "[3]"))),
+    ("offline.rollouts=r & reward.weights={correct: 1}", "no effect with offline.rollouts, whose"),
     ("trainer.keep_best=true", "without scores none is best; give eval.sets"),
     ("advantage.estimator=raw & advantage.std=population", "divides by no standard deviation"),
     ("objective.kl={coefficient: 1, estimator: forward_kl, top_k: true}", "top_k is True: it must"),

@@ -251,6 +251,13 @@ def test_words_for_the_end_and_columns_of_other_programs(tmp_path, monkeypatch):
     assert read_rollouts(config(system))[0][0].prompt.messages[0]["content"] == "+="
 
 
+def test_settings_that_the_files_leave_without_effect_are_named(tmp_path):
+    given = {"reward": {"verifier": "a:b"}, "rollout": {"stop": ["end"]}}
+    line = offline.describe_unused(config(tmp_path, **given))
+    assert line == "; of the files, not by reward.verifier, rollout.stop: rewards and responses"
+    assert not offline.describe_unused(config(tmp_path))
+
+
 def test_file_without_log_probs_needs_model_to_compute_them(tmp_path):
     path = tmp_path / "data.parquet"
     pq.write_table(pq.read_table(table(path)).drop_columns(["rollout_logprobs"]), path)

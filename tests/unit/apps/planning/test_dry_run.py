@@ -1,6 +1,7 @@
 """Dry runs match the memory, messages and FLOPs of real ranks on gloo."""
 
 import os
+from unittest import mock
 
 import pytest
 
@@ -69,6 +70,7 @@ def run_real_rank(rank, world_size, folder, names):
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as the command does on a CPU
     from megatron.core import parallel_state
 
+    from megatron_rl.actor import cpu_adaptation
     from megatron_rl.apps.planning.dry_run import measure
     from megatron_rl.apps.planning.fake_device import Meter
     from megatron_rl.distributed.context_attention import _last_rows
@@ -78,7 +80,9 @@ def run_real_rank(rank, world_size, folder, names):
     for name in names:
         config, meter = make_config(folder, name), Meter()
         _last_rows.cache_clear()
-        with meter.watching():
+        # Megatron's own collectives, as between devices
+        own = mock.patch.object(cpu_adaptation, "_parts_in_place", return_value=None)
+        with own, meter.watching():
             topology = make_groups(config)
             results[name] = counts(measure(config, topology, meter, micro_batches=PACKS))
         parallel_state.destroy_model_parallel()
