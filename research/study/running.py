@@ -26,6 +26,7 @@ from research.study.task_making import TaskMaker
 POLL_SECONDS = 0.5
 SAY_SECONDS = 60.0
 RESTARTS = 3  # maximum restarts of a run that stopped early and can be resumed, as after a hang
+FAILED_STARTS = 3  # runs in a row that fail without a step, as on a full disk; then none is started
 
 
 class Started(Protocol):
@@ -121,6 +122,7 @@ class StudyProgress:
     done: int = 0
     failed: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
+    failed_starts: int = 0  # in a row
     restarts: Counter[str] = field(default_factory=Counter)
     begun: float = field(default_factory=time.monotonic)
     steps_before: dict[str, int] = field(default_factory=dict)  # steps of each run at the start
@@ -152,6 +154,8 @@ class StudyProgress:
 
     def note_end(self, run: PlannedRun, started: Started, status: int) -> bool:
         """Record the end of a run; returns True if it must be restarted."""
+        has_started = status == 0 or _last_step(run) > self.steps_before[run.name]
+        self.failed_starts = 0 if has_started or status == INTERRUPTED else self.failed_starts + 1
         if status == INTERRUPTED and self.restarts[run.name] < RESTARTS:
             self.restarts[run.name] += 1
             self.echo(f"{run.name} ended early (status {status}): it is started again")
@@ -165,6 +169,11 @@ class StudyProgress:
         else:
             self.failed.append(run.name)
             self.echo(f"{run.name} failed with status {status}: {started.log_file}")
+            if self.failed_starts == FAILED_STARTS:
+                self.echo(
+                    f"{FAILED_STARTS} runs in a row failed before their first step, so no further "
+                    "one is started; correct the cause, and start the study again"
+                )
         return False
 
     def end(self, *, is_interrupted: bool) -> int:
@@ -220,7 +229,8 @@ def run_study(
     """Run all unfinished runs; returns the exit status.
 
     The status is 0 if every run is done, and 75 if some can be resumed. A run that fails does not
-    stop the others; a run that stops early, as after a hang, is restarted at most RESTARTS times.
+    stop the others, but FAILED_STARTS in a row that make no step do; a run that stops early, as
+    after a hang, is restarted at most RESTARTS times.
     On a signal, runs on this machine save their step and stop; jobs on a cluster continue.
     on_end: called after each run.
     """
@@ -240,6 +250,8 @@ def run_study(
     active: dict[str, tuple[PlannedRun, Started]] = {}
     output, is_passed_on = -math.inf, False
     while active or (waiting and not stop_requested.is_set()):
+        if progress.failed_starts >= FAILED_STARTS:
+            waiting.clear()
         for run in list(waiting):
             if stop_requested.is_set() or len(active) >= study.file.side_by_side:
                 break

@@ -107,6 +107,33 @@ def test_finished_runs_are_skipped_and_failures_stop_no_other(tmp_path, monkeypa
     assert "4 of 4 done" in output[-1]
 
 
+class Refused(Pretended):
+    """A run that cannot start, as on a full disk."""
+
+    def status(self):
+        self._process.kill()
+        return self._process.wait() and 2
+
+    def __init__(self, study, run):
+        self.log_file = run.folder / "log.txt"
+        self._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+
+def test_no_further_run_starts_after_three_that_made_no_step(tmp_path):
+    study, output, started = plan(tmp_path, seeds=[1, 2, 3]), [], []
+
+    def start(study, run, *, refused=("pnpo-seed1", "pnpo-seed2", "gspo-seed2", "pnpo-seed3")):
+        started.append(run.name)
+        return (Refused if run.name in refused else Pretended)(study, run)
+
+    assert run_all(study, output, start) == 1
+    assert started == [run.name for run in study.runs][:5]  # gspo-seed1 is done: counted anew
+    assert any(line.startswith("3 runs in a row failed before their first step") for line in output)
+    assert "1 of 6 done, 4 failed" in " ".join(output)
+    started.clear()
+    assert run_all(study, output, lambda study, run: start(study, run, refused=())) == 0
+
+
 def test_parallel_runs_end_on_signal(tmp_path, monkeypatch):
     study, output = plan(tmp_path, side_by_side=2), []
     monkeypatch.setattr(Pretended, "statuses", dict.fromkeys(("pnpo-seed1", "gspo-seed1"), 75))
