@@ -50,8 +50,8 @@ are replaced; a variable that is not set is refused. Text settings keep what was
 COMBINATIONS = """
 ## What combines with what
 
-A config with two features that exclude each other is refused; single settings and [models](models.md) have
-further limits.
+A config with two features that exclude each other is refused; single settings and
+[models](models.md) have further limits.
 
 | feature | refuses (why) |
 |---|---|

@@ -126,7 +126,10 @@ def _gather_shards(whole: Tensor, shard: Tensor, group: Any = None, async_op: bo
 def _sum_to_shards(
     shard: Tensor, whole: Tensor, op: Any, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Reduce-scatter gradients; gloo copies all of them and sums all of them on every rank."""
+    """Reduce-scatter gradients by one exchange of shards; gloo copies and sums all of them.
+
+    Each rank adds its own shard's parts in the order of the ranks, its own part first.
+    """
     parts = _parts_in_place(whole, shard, group)
     if parts is None or async_op or op != dist.ReduceOp.SUM:
         return _SUM_TO_SHARDS(shard, whole, op=op, group=group, async_op=async_op)

@@ -50,8 +50,8 @@ def warn(line: str) -> None:
 def fail(error: Exception, place: ProcessPlace | None, config: Config | None = None) -> int:
     """Report an error and return the exit status; a rank also logs its traceback and exits.
 
-    Outside a rank, errors other than UserError, missing libraries and OSErrors that name a file
-    are raised again.
+    Outside a rank, errors other than UserError, missing libraries, full disks and OSErrors that
+    name a file are raised again.
     """
     if place is None:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
@@ -72,6 +72,8 @@ def fail(error: Exception, place: ProcessPlace | None, config: Config | None = N
             text = str(error)
         elif isinstance(error, OSError) and error.filename is not None:
             text = str(error) + _origin(error)
+        elif is_full_disk(error):  # what writes many files may not name the one that failed
+            text = "no space left on the disk: free some, then run the same command again"
         else:
             raise error
         print(f"megatron-rl: error: {text}", file=sys.stderr, flush=True)

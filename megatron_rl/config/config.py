@@ -33,7 +33,13 @@ from megatron_rl.config.sections import (
     TrainerSection,
     WorkersSection,
 )
-from megatron_rl.objectives.spec import FunctionSpec, needs_reference, uses_advantages
+from megatron_rl.objectives.spec import (
+    FunctionSpec,
+    can_reject,
+    distills_alone,
+    needs_reference,
+    uses_advantages,
+)
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "rollout": {"responses_per_prompt": 1},
@@ -198,6 +204,20 @@ class Config(Section):
             if is_unused
         ]
 
+    def _dynamic_sampling_problems(self) -> list[str]:
+        """List objectives and advantages to which a group of equal rewards does not mean 0."""
+        trains_equal = {
+            "advantage.estimator=raw": self.advantage.estimator == "raw",
+            f"advantage.shift={self.advantage.shift}": self.advantage.shift != 0,
+            "objective.advantage_coefficient=0": distills_alone(self.objective.choice),
+        }
+        return [
+            f"dynamic_sampling.rounds={self.dynamic_sampling.rounds} replaces groups whose rewards "
+            f"are all equal, which {setting} trains; unset one"
+            for setting, trains in trains_equal.items()
+            if trains
+        ]
+
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
         if metric is False or (metric is True and self.eval.sets):
@@ -217,6 +237,13 @@ class Config(Section):
 
     def _objective_problems(self) -> list[str]:
         problems, name, advantage = [], self.objective.name, self.advantage
+        if self.early_stopping.acceptance and not can_reject(self.objective.choice):
+            problems.append(
+                f"early_stopping.acceptance={self.early_stopping.acceptance}: no effect with "
+                f"objective.name={name}, which rejects no token; use early_stopping.kl, or unset it"
+            )
+        if self.dynamic_sampling.rounds:
+            problems += self._dynamic_sampling_problems()
         if name == "oapl" and advantage.estimator != "optimal_value":
             problems.append(
                 f"objective.name=oapl needs the advantages R - V*, not advantage.estimator="

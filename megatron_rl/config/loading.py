@@ -34,6 +34,10 @@ class ConfigError(UserError):
     """One or more invalid settings; the message lists each of them with its fix."""
 
 
+class EmptyValueError(yaml.MarkedYAMLError):
+    """A setting without a value, where null turns something off."""
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """A loader that rejects duplicate keys in a mapping; YAML would silently keep the last."""
 
@@ -135,6 +139,8 @@ def _describe(error: yaml.YAMLError, path: Path) -> str:
             return f"{path}, line {mark.line + 1}: not valid YAML: a tab; indent with spaces"
     problem = " ".join(f"{error.context or ''} {error.problem or ''}".split())
     where = f", line {marks[0].line + 1}" if marks else ""
+    if isinstance(error, EmptyValueError):
+        return f"{path}{where}: {problem}"
     return f"{path}{where}: not valid YAML: {problem}"
 
 
@@ -178,7 +184,7 @@ def parse_value(text: str, kind: Any) -> Any:
 def keep_texts(node: yaml.Node, kind: Any) -> None:
     """Mark the plain scalars of text settings, and all names of settings, as texts.
 
-    kind: type of the value, or None if it is not known.
+    kind: type of the value, or None if it is not known. Raises EmptyValueError.
     """
     if isinstance(node, yaml.ScalarNode):
         is_null = node.tag == _NULL and (node.value != "~" or NoneType in _kinds(kind))
@@ -201,9 +207,10 @@ def keep_texts(node: yaml.Node, kind: Any) -> None:
             elif isinstance(key_node, yaml.ScalarNode):
                 if is_named:
                     key_node.tag = _TEXT
-                inner, line = kind_at(kind, key_node.value), key_node.start_mark.line + 1
+                inner = kind_at(kind, key_node.value)
                 if _is_empty(value_node) and _needs_word(inner):
-                    raise yaml.YAMLError(f"line {line}: {key_node.value} {_EMPTY}")
+                    problem = f"{key_node.value} {_EMPTY}"
+                    raise EmptyValueError(problem=problem, problem_mark=key_node.start_mark)
                 keep_texts(value_node, inner)
 
 

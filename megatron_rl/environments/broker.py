@@ -177,7 +177,7 @@ class EnvironmentBroker(Broker):
                     raise FailedError("failed", f"its process died twice, {error}") from None
 
     async def _make(self, one: Conversation, limit: str) -> None:
-        """Make the environment; where this is too slow it fails: its last turn has not begun."""
+        """Make the environment; if too slow, the conversation ends: its last turn was not sent."""
         try:
             await self._rebuild(one)
         except OverTimeError:

@@ -228,6 +228,14 @@ class Taper(Checked):
             if low > high:
                 raise UserError(f"{sign}_low {low} is above {sign}_high {high}")
 
+    @property
+    def keeps_one(self) -> bool:
+        """True if a weight of 1 stays, whatever the advantage."""
+        return (
+            self.positive_low <= 1 <= self.positive_high
+            and self.negative_low <= 1 <= self.negative_high
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixBudget(Checked):
@@ -378,12 +386,17 @@ class ObjectiveSpec(Checked):
                 "weight 'prefix_min' cannot be differentiated: use gradient 'detached', as MinPRO "
                 "does"
             )
-        if self.weight == "one" and self.gradient == "through_weight":
-            raise UserError("weight 'one' has no gradient: use gradient 'detached'")
+        if self.weight == "one":
+            self._check_weight_one()
         if self.balanced and self.negative != 1:
             raise UserError(
                 f"negative is {self.negative} and balanced is true: both are the factor of wrong "
                 "answers' terms, so give one"
+            )
+        if self.negative == 0 and self.off_policy_mask is not None:
+            raise UserError(
+                f"off_policy_mask is {self.off_policy_mask} and negative is 0: the mask drops "
+                "wrong answers, of which no term is left, so unset one"
             )
         if isinstance(self.constraint, GammaKernel) and self.gradient == "through_weight":
             raise UserError("constraint gamma_kernel is a coefficient: use gradient 'detached'")
@@ -400,14 +413,27 @@ class ObjectiveSpec(Checked):
         check_constant(self.constant, self.aggregation)
         self._check_teacher()
 
+    def _check_weight_one(self) -> None:
+        """Raise UserError for what has no effect on a weight of 1."""
+        if self.gradient == "through_weight":
+            raise UserError("weight 'one' has no gradient: use gradient 'detached'")
+        constraint = self.constraint
+        is_idle = isinstance(constraint, Bounds | SoftGate | GammaKernel) or (
+            isinstance(constraint, Taper) and constraint.keeps_one
+        )
+        if is_idle:
+            kind = next(k for k, v in CONSTRAINTS.items() if v is type(constraint))
+            raise UserError(
+                f"constraint {kind!r} has no effect on weight 'one', which never moves: use "
+                "{kind: none}, a constraint of the ratios (tv_filter, prefix_budget, "
+                "divergence_gate), or another weight"
+            )
+
     def _check_teacher(self) -> None:
         """Raise UserError for a KL term that the weight or the constraint cannot weight."""
         of_prefix = self.weight in ("prefix_mean", "prefix_product")
         constraint = self.constraint
-        unsigned = isinstance(constraint, Truncate | Unconstrained) or (
-            isinstance(constraint, HardGate) and constraint.sided == "both"
-        )
-        if self.kl is not None and self.kl.weighted and not (of_prefix and unsigned):
+        if self.kl is not None and self.kl.weighted and not (of_prefix and self.is_unsigned):
             kind = next(k for k, v in CONSTRAINTS.items() if v is type(constraint))
             raise UserError(
                 f"kl.weighted with weight {self.weight!r} and constraint {kind!r}: a divergence is "
@@ -420,6 +446,14 @@ class ObjectiveSpec(Checked):
                 "kl.estimator 'advantage' with balanced or second_moment, which are decided before "
                 "an update, from the rewards' advantages alone: choose another constraint"
             )
+
+    @property
+    def is_unsigned(self) -> bool:
+        """True if the constraint treats positive and negative advantages alike."""
+        constraint = self.constraint
+        return isinstance(constraint, Truncate | Unconstrained) or (
+            isinstance(constraint, HardGate) and constraint.sided == "both"
+        )
 
     @property
     def needs(self) -> dict[str, object]:
@@ -443,6 +477,19 @@ def uses_advantages(spec: object) -> bool:
     if isinstance(spec, ObjectiveSpec):
         return spec.advantage_coefficient > 0
     return isinstance(spec, FunctionSpec)
+
+
+def distills_alone(spec: object) -> bool:
+    """Return True if an objective has its divergence and entropy, and no term of advantages."""
+    return isinstance(spec, ObjectiveSpec) and not spec.advantage_coefficient
+
+
+def can_reject(spec: object) -> bool:
+    """Return True if an objective can reject tokens for the policy's distance from the behavior."""
+    if not isinstance(spec, ObjectiveSpec):
+        return False
+    is_soft = isinstance(spec.constraint, Unconstrained | SoftGate | GammaKernel)
+    return not is_soft or spec.off_policy_mask is not None
 
 
 def check_constant(constant: float, aggregation: Aggregation) -> None:

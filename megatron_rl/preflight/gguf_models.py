@@ -43,6 +43,7 @@ from megatron_rl.runtime.versions import hide_unloadable_builds
 SUFFIX = ".gguf"
 INSTALL = "pip install gguf accelerate"
 TEMPORARY = ".reading-"
+READING = 2  # raised when files are read in another way, so that they are read again
 # By the format's names; these are read exactly (tests), and others are refused.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -97,7 +98,7 @@ def folder_of_gguf(
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise UserError(f"{file} does not start as a GGUF file does; {DOWNLOAD_AGAIN}")
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{READING}".encode())
     add_samples(file, digest)
     parents = [file.parent, *([] if or_in is None else [or_in])]
     folders = [parent / f"{file.stem}-{digest.hexdigest()[:12]}" for parent in parents]

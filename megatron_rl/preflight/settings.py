@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from megatron_rl.columns import COLUMNS
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, CriticSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
@@ -115,7 +116,7 @@ def evaluation_problems(
 
 
 # Names that an argument of a user's own loss cannot have.
-TAKEN = {"policy_logprobs", "divergence", "advantage", "prompt", "verdict"}
+TAKEN = {"policy_logprobs", "divergence", "prompt", "verdict"} | {one.name for one in COLUMNS}
 TAKEN |= {each.name for kind in (Response, TokenBatch, PromptGroup) for each in fields(kind)}
 
 

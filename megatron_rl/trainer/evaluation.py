@@ -17,6 +17,7 @@ with equal weights.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 import numpy as np
@@ -56,8 +57,7 @@ class SetScores:
 
     def mean(self, name: str) -> float:
         """Mean over all problems; nan if the score is undefined for one of them."""
-        values = self.by_problem[name].tolist()
-        return sum(values) / len(values)
+        return fmean(self.by_problem[name].tolist())  # rounded once, under every Python
 
 
 def score_set(grade_results: Sequence[GradeResult], *, samples: int) -> SetScores:
@@ -129,7 +129,7 @@ def intervals(sets: Mapping[str, SetScores], name: str) -> dict[str, ConfidenceI
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    return fmean(values) if values else 0.0
 
 
 class SetAnswers(Protocol):
@@ -286,9 +286,7 @@ class Evaluator:
                 )
         self._started = -1
         self.answers.check()
-        metrics |= {
-            f"eval_macro/{score}": sum(values) / len(values) for score, values in by_name.items()
-        }
+        metrics |= {f"eval_macro/{score}": _mean(values) for score, values in by_name.items()}
         best = self.config.trainer.keep_best
         if isinstance(best, str) and math.isnan(metrics.get(best, 0.0)):
             self.console.echo(

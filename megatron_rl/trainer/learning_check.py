@@ -14,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.objectives import ObjectiveSpec
 from megatron_rl.objectives.named import suggest_tolerances
-from megatron_rl.objectives.spec import Bounds
+from megatron_rl.objectives.spec import Bounds, distills_alone
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import Minibatch, TokenBatch
 
@@ -102,7 +102,7 @@ class LearningCheck:
 
     def warnings(self, metrics: Mapping[str, float], batch: RolloutBatch) -> list[str]:
         """The warnings about the rollout batch that a step has trained on."""
-        has_signal = bool(batch.learns.any())
+        has_signal = bool(batch.learns.any()) or distills_alone(self.config.objective.choice)
         once = {
             "size": describe_reward_size(batch),
             "partial": describe_partial_reward(metrics, batch),
@@ -148,7 +148,10 @@ def describe_no_learning(
             f"{config.rollout.max_response_tokens}, so none came to its end: raise it, or see in "
             "rollouts/ whether the model ever writes the end token of its generation_config.json"
         )
-    if not batch.learns.any():
+    choice = config.objective.choice
+    if not batch.learns.any() and not distills_alone(choice):
+        terms = isinstance(choice, ObjectiveSpec) and (choice.kl or choice.entropy_coefficient)
+        what_learns = "only objective.kl and the entropy are" if terms else "nothing is"
         reward = batch.rollouts[0].grade_result.reward
         if all(rollout.grade_result.reward == reward for rollout in batch.rollouts):
             what = f"every response got the same reward, {reward:g}"
@@ -157,10 +160,10 @@ def describe_no_learning(
         reasons = Counter(rollout.grade_result.reason for rollout in batch.rollouts)
         reason, count = reasons.most_common(1)[0]
         messages.append(
-            f"{what}, so no advantage differs from 0 and nothing is learned ({count} of "
-            f"{len(responses)} graded as {reason!r}): see rollouts/ for the responses, check "
-            "reward.verifier and the answers of data.train on them, and use prompts that the model "
-            "solves sometimes"
+            f"{what}, so no advantage differs from 0 and {what_learns} learned "
+            f"({count} of {len(responses)} graded as {reason!r}): see rollouts/ for the responses, "
+            "check reward.verifier and the answers of data.train on them, and use prompts that the "
+            "model solves sometimes"
         )
         if has_learned:
             messages[-1] += (

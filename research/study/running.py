@@ -94,6 +94,7 @@ class StartedOnCluster:
             self._record = earlier  # launched by an earlier start of the study
         else:
             file = str(config_file(study, run))
+            note_start(study, run.name, processor=f"of the cluster {Path(cluster_file).stem}")
             self._record = start(plan_launch(file, cluster, overrides=[], name=run.name))
         self.log_file = Path(self._record.folder) / "logs"
         self._next = 0.0

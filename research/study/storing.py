@@ -26,21 +26,22 @@ LEFT_OUT = re.compile(r"by_position/|epoch_\d+/(?!by_fraction/1\.0/)|by_fraction
 Rows = list[dict[str, Any]]
 
 
-def note_start(study: Study, name: str) -> None:
-    """Record what starts a run: the commit, with a note of changes in it, and the processor."""
-    append_row(study.folder / STARTED, {"run": name} | _present())
+def note_start(study: Study, name: str, *, processor: str = "") -> None:
+    """Record what starts a run: the commit, with a note of changes in it, and the processor.
+
+    processor: of a run elsewhere; "": this machine's.
+    """
+    made = {"commit": read_commit(), "processor": processor or read_processor()}
+    append_row(study.folder / STARTED, {"run": name} | made)
 
 
 def _made(name: str, starts: Rows) -> dict[str, str]:
-    """Return what made a run, several in order; what there is now, if its start was not noted."""
-    own = [start for start in starts if start["run"] == name] or [_present()]
-    return {key: " then ".join(dict.fromkeys(start[key] for start in own)) for key in _present()}
-
-
-def _present() -> dict[str, str]:
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    commit = _git("rev-parse", "HEAD") + (" with changes" if changes else "")
-    return {"commit": commit, "processor": read_processor()}
+    """Return what made a run, several in order; "unknown" if its start was not noted."""
+    own = [start for start in starts if start["run"] == name]
+    return {
+        key: " then ".join(dict.fromkeys(start[key] for start in own)) or "unknown"
+        for key in ("commit", "processor")
+    }
 
 
 def store_runs(study: Study, file: Path) -> str:
@@ -126,6 +127,15 @@ def read_processor() -> str:
     return ", ".join(f"{name} {lines.get(name)}" for name in ("model name", "cpu family", "model"))
 
 
+def read_commit() -> str:
+    """Return the commit of this code, with a note of changes; "unknown" without a repository."""
+    try:
+        changes = _git("status", "--porcelain", "--untracked-files=no")
+        return _git("rev-parse", "HEAD") + (" with changes" if changes else "")
+    except (OSError, subprocess.CalledProcessError):  # no git, or an unpacked archive
+        return "unknown"
+
+
 def _git(*arguments: str) -> str:
-    git = ["git", *arguments]
+    git = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

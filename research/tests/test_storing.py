@@ -1,6 +1,7 @@
 """Finished runs go into one file and come back as finished ones, on a machine without the runs."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -58,15 +59,20 @@ def test_runs_are_stored_with_what_started_them(tmp_path, monkeypatch):
     study, file = plan(tmp_path), tmp_path / "stored.parquet"
     study.folder.mkdir()
     for commit in ("a", "b", "b"):  # it was continued by another commit
-        present = {"commit": commit, "processor": "x"}
-        monkeypatch.setattr(storing, "_present", lambda present=present: present)
-        storing.note_start(study, study.runs[0].name)
-    monkeypatch.setattr(storing, "_present", lambda: {"commit": "c", "processor": "y"})
+        monkeypatch.setattr(storing, "read_commit", lambda commit=commit: commit)
+        storing.note_start(study, study.runs[0].name, processor="x")
     finish(study.runs[0], rows(0.5))
+    finish(study.runs[1], rows(0.5))
     write_results(study)
     store_runs(study, file)
-    made = {(row["commit"], row["processor"]) for row in read_stored(file)}
-    assert made == {("a then b", "x")}
+    made = {row["run"]: (row["commit"], row["processor"]) for row in read_stored(file)}
+    assert list(made.values()) == [("a then b", "x"), ("unknown", "unknown")]
+
+
+def test_commit_is_unknown_outside_a_repository(tmp_path, monkeypatch):
+    assert re.fullmatch("[0-9a-f]{40}( with changes)?|unknown", storing.read_commit())
+    monkeypatch.setattr(storing, "__file__", str(tmp_path / "storing.py"))
+    assert storing.read_commit() == "unknown"
 
 
 def test_runs_of_other_settings_are_not_restored(tmp_path):

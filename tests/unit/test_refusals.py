@@ -113,7 +113,16 @@ SETTINGS = [
     ("rollout.stop=no", "rollout.stop='no': must be a list, such as [no]"),
     ("lag.batches=-1", "lag.batches=-1"),
     ("lag.batches=true", "lag.batches=true: must be a number"),
+    ("critic={lora: {rank: 4}, learning_rate: 1e-4} & model.fp8=tensorwise",
+     "critic.lora cannot be combined with model.fp8"),
     ("early_stopping.kl=0.1 & trainer.epochs=1", "trainer.epochs=1"),
+    ("early_stopping.acceptance=0.9 & objective=sapo & trainer.epochs=2",
+     "early_stopping.acceptance=0.9: no effect with objective.name=sapo"),
+    ("dynamic_sampling.rounds=2 & advantage.estimator=raw & advantage.shift=1",
+     "are all equal, which advantage.estimator=raw trains; unset one\n  dynamic_sampling.rounds=2"),
+    ("dynamic_sampling.rounds=2 & objective.advantage_coefficient=0 & "
+     "objective.kl={coefficient: 1, estimator: jsd} & model.reference=m",
+     "which objective.advantage_coefficient=0 trains"),
     ("shaping.overlong.buffer=21 & rollout.max_response_tokens=20",
      "shaping.overlong.buffer=21 is more than"),
     ("environment.name=a:B & environment.max_context_tokens=16 & data.max_prompt_tokens=16",
@@ -161,7 +170,7 @@ SETTINGS = [
 FILES = [
     (b"seed: 1\n", "model.path: missing"),
     (b"- a\n- b\n", "must contain a mapping"),
-    *((f"model: {{path: m}}\n{key}\n".encode(), f"run.yaml: line {line}: {name} is empty, which")
+    *((f"model: {{path: m}}\n{key}\n".encode(), f"run.yaml, line {line}: {name} is empty, which")
       for key, name, line in (("lora:", "lora", 2), ("critic:  # none", "critic", 2),
                               ("shaping:\n  overlong:", "overlong", 3),
                               ("critic:\n  value_clip:", "value_clip", 3))),
@@ -342,6 +351,11 @@ OBJECTIVES = [
     ("cppo", {"constraint": {"floor": 1.5}}, "floor is 1.5: weights fall from 1 to it"),
     ("topr", {"constraint": {"negative_low": 2.0}}, "negative_low 2.0 is above negative_high"),
     ("asymre", {"gradient": "through_weight"}, "weight 'one' has no gradient"),
+    *(("damped_negatives", {"constraint": {"kind": kind, **bounds}},
+       f"constraint '{kind}' has no effect on weight 'one'")
+      for kind, bounds in (("hard_gate", {"low": 0.1, "high": 0.1}), ("taper", {}),
+                           ("soft_gate", {}), ("gamma_kernel", {}))),
+    ("positive_only", {"off_policy_mask": 0.1}, "of which no term is left"),
     ("oapl", {"weight": "token"}, "objective 'oapl' has no option 'weight'"),
     ("oapl", {"beta": 0.0}, "beta is 0.0: it must be > 0"),
     ("grpo", {"kl": {"coefficient": 1.0, "estimator": "jsd", "weighted": True}},

@@ -122,6 +122,10 @@ def reason_no_decisions(run: Run) -> str | None:
         return "its loss gives tokens no weight"
     if not has_decisions_per_response(objective):
         return "every update computes its bound from a whole minibatch, which is not recorded"
+    spec = objective.spec
+    of_sign = not spec.is_unsigned or not spec.negative or spec.off_policy_mask is not None
+    if run.config.get("critic") is not None and of_sign:
+        return "they depend on the critic's advantages of each token, which are not recorded"
     if run.config.get("behavior") == "engine" and "rollout_logprobs" in objective.needs:
         return "its ratios refer to a policy whose log-probs were not recorded"
     return None

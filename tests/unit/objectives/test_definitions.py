@@ -241,6 +241,8 @@ def test_every_combination_of_axes(weight):
             continue  # refused, see test_bad_input
         if weight in ("prefix_min", "one") and gradient == "through_weight":
             continue  # refused too
+        if weight == "one" and plain[0] not in ("none", "tv", "budget", "divergence", "m2"):
+            continue  # without effect, so refused
         if plain[0] == "gamma" and gradient == "through_weight":
             continue  # refused as well
         if plain[0] == "m2" and weight != "token":

@@ -254,7 +254,9 @@ def test_words_for_the_end_and_columns_of_other_programs(tmp_path, monkeypatch):
 def test_settings_that_the_files_leave_without_effect_are_named(tmp_path):
     given = {"reward": {"verifier": "a:b"}, "rollout": {"stop": ["end"]}}
     line = offline.describe_unused(config(tmp_path, **given))
-    assert line == "; of the files, not by reward.verifier, rollout.stop: rewards and responses"
+    assert line == (
+        "; no effect: reward.verifier, rollout.stop (rewards and responses come from the files)"
+    )
     assert not offline.describe_unused(config(tmp_path))
 
 

@@ -93,6 +93,16 @@ def test_missing_signal_is_reported_with_cause(rewards, finish_reason, words):
         assert word in text
 
 
+def test_equal_rewards_leave_the_divergence_to_be_learned():
+    kl = {"coefficient": 0.1, "estimator": "jsd"}
+    config = make_config(objective={"name": "pnpo", "kl": kl}, model={"path": "m"})
+    batch = make_batch(config, (0, 0, 0, 0))
+    assert "only objective.kl and the entropy are learned" in describe_no_learning(batch, config)
+    alone = {"name": "pnpo", "kl": kl, "advantage_coefficient": 0}
+    config = make_config(objective=alone, model={"path": "m", "reference": "t"})
+    assert describe_no_learning(batch, config) is None
+
+
 def test_packs_shorter_than_longest_sequence_give_warning():
     assert describe_slow_packs(make_config()) is None  # 8 + 8 tokens fit into 16
     text = describe_slow_packs(make_config(trainer={"tokens_per_micro_batch": 15}))

@@ -16,6 +16,7 @@ from megatron_rl.apps.report.traces import (
     has_decisions_per_response,
     objective_of,
     read_traced_groups,
+    reason_no_decisions,
     replay_constraint,
     spread_out,
 )
@@ -147,6 +148,16 @@ def test_ratios_to_unrecorded_policy_have_no_decisions(tmp_path):
     assert objective_of(run) is not None
     run.config["behavior"] = "engine"
     assert objective_of(run) is None
+
+
+def test_gates_by_the_sign_of_a_critic_s_advantages_have_no_decisions(tmp_path):
+    make_run(tmp_path / "run", steps=1)
+    run = find_runs([tmp_path])[0]
+    run.config["critic"] = {"gae_lambda": 1.0}
+    assert objective_of(run) is not None  # pnpo rejects on both sides
+    for name in ("ppo", "pnpo_one_sided", "positive_only"):
+        run.config["objective"] = {"name": name}
+        assert objective_of(run) is None and "the critic's" in reason_no_decisions(run)
 
 
 def test_number_of_steps_follows_size_limit(tmp_path):
