@@ -129,6 +129,10 @@ def test_describe_config_error_omits_resume_command(run, monkeypatch):
     [
         (UserError("size=0: give 1 or more"), "size=0: give 1 or more"),
         (PermissionError(13, "Permission denied", "/a"), "[Errno 13] Permission denied: '/a'"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            "no space left on the disk: free some, then run the same command again",
+        ),
     ],
 )
 def test_fail_with_user_error_prints_its_message(capsys, error, message):
