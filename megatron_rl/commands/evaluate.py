@@ -9,7 +9,7 @@ from megatron_rl.commands.ending import fail, leave, warn
 from megatron_rl.commands.options import Commands, add_command, named, option
 from megatron_rl.commands.train import check_devices, check_installed, check_place, rank_modules
 from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_paths
-from megatron_rl.config.loading import apply_override, read_mapping
+from megatron_rl.config.loading import apply_override, read_mapping, value_at
 from megatron_rl.config.sections import HUB_NAME, ColumnsSection, expand_path
 from megatron_rl.preflight.hub_names import resolve_hub_names
 from megatron_rl.runtime.joining import join_processes, share_cores
@@ -27,7 +27,22 @@ READ = (
     "parallel",
     "model.trust_remote_code",
     "trainer.dtype",
-)  # settings that an evaluation reads
+)  # settings that an evaluation reads, but for these, and what it reads instead
+UNREAD = {
+    "data.train": "--data",
+    "data.mix": "--data",
+    "data.epochs": "",
+    "data.columns.completion": "",
+    "eval.every": "",
+    "rollout.temperature": "eval.temperature",
+    "rollout.top_p": "eval.top_p",
+    "rollout.top_k": "",
+    "rollout.min_p": "",
+    "rollout.prompts_per_step": "",
+    "rollout.responses_per_prompt": "eval.samples",
+    "parallel.virtual_stages": "",
+    "parallel.stage_layers": "",
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -91,6 +106,8 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         values = _settings_of_run(folder)
         folder = folder / "model"
     values["model"] = {**values.get("model", {}), "path": str(folder)}
+    if data and any(one.lstrip("-").startswith("eval.sets=") for one in overrides):
+        raise ConfigError("--data and eval.sets are both given; name all sets in one of them")
     if data:
         named = list(map(_split_name, data))
         names = [name for name, _ in named]
@@ -100,14 +117,19 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
             )
         values.setdefault("eval", {})["sets"] = dict(named)
     for override in overrides:
+        before = {key: value_at(values, key) for key in UNREAD}
         apply_override(values, override)
         _check_is_read(override)
+        for key, instead in UNREAD.items():
+            if value_at(values, key) != before[key]:
+                cure = f"set {instead}" if instead else "remove it"
+                raise ConfigError(f"{key}: an evaluation does not use this setting; {cure}")
     if not values.get("eval", {}).get("sets"):
         raise ConfigError(_describe_missing_data(folder))
     # Values that satisfy the rules of a training config; an evaluation does not read them.
     unread: dict[str, dict[str, Any]] = {
         "data": {"train": "not read", "mix": {}},
-        "rollout": {"prompts_per_step": 1},
+        "rollout": {"prompts_per_step": 1, "responses_per_prompt": 8},
         "trainer": {"minibatches": 1, "stall_seconds": None},
     }
     for section, fixed in unread.items():

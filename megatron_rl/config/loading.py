@@ -24,9 +24,7 @@ from megatron_rl.errors import UserError
 
 _TEXT, _NULL, _MERGE = (f"tag:yaml.org,2002:{name}" for name in ("str", "null", "merge"))
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-_EMPTY = (
-    "is empty, which would mean null; write null, or a value ({} for all defaults of a section)"
-)
+_EMPTY = "is empty, which would mean null; write null, or a value"
 _OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")  # octal, and to base 60
 
 
@@ -220,8 +218,8 @@ def _is_empty(node: yaml.Node) -> bool:
 
 
 def _needs_word(kind: Any) -> bool:
-    """Return True where null turns something off and must be written; a text may be left empty."""
-    return NoneType in _kinds(kind) and not is_text(kind)
+    """Return True where null turns something off and must be written."""
+    return NoneType in _kinds(kind)
 
 
 def kind_at(kind: Any, key: str) -> Any:
@@ -416,7 +414,42 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML: {problem}"
         ) from None
+    _check_nothing_is_dropped(values, key, value, override)
     set_dotted(values, key, value)
+
+
+def _check_nothing_is_dropped(values: dict[str, Any], key: str, value: Any, override: str) -> None:
+    """Raise ConfigError if a mapping replaces a section of which other settings are given.
+
+    An objective is chosen as a whole.
+    """
+    current = value_at(values, key)
+    if key != "objective" and (lost := _dropped(current, value, kind_at(Config, key))):
+        names = ", ".join(f"{key}.{one}" for one in lost)
+        own = " ".join(f"{key}.{name}=..." for name in value) or f"nothing instead of {override}"
+        raise ConfigError(
+            f"override {override!r} would drop {names}, which the file or an earlier override "
+            f"gives; write {own}, or give them in it too"
+        )
+
+
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested plain values; None if it is not given."""
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _dropped(current: Any, value: Any, kind: Any) -> list[str]:
+    """Return the keys of a section that a mapping in its place does not have."""
+    is_section = any(map(_is_model, _kinds(kind)))
+    if not (is_section and isinstance(current, dict) and isinstance(value, dict)):
+        return []
+    lost = [name for name in current if name not in value]
+    for name in current.keys() & value.keys():
+        inner = _dropped(current[name], value[name], kind_at(kind, name))
+        lost += [f"{name}.{one}" for one in inner]
+    return lost
 
 
 def long_form(key: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from datetime import date, datetime
+from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -165,6 +166,15 @@ class Section(BaseModel):
         kinds = _basic_types(cls.model_fields[str(info.field_name)].annotation)
         if kinds & {int, float} and bool not in kinds and _has_bool(value):
             raise ValueError("must be a number")  # pydantic adds the key and the value
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty_texts(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject an empty text, as of an unset shell variable, where null turns something off."""
+        kinds = _basic_types(cls.model_fields[str(info.field_name)].annotation)
+        if value == "" and {str, NoneType} <= kinds and info.field_name != "system_prompt":
+            raise ValueError("is empty; give a value, or null for none")
         return value
 
 

@@ -150,6 +150,13 @@ SETTINGS = [
     ("objective.kl={coefficient: 1, estimator: forward_kl, top_k: true}", "top_k is True: it must"),
     ("lora=", "override 'lora=': lora is empty, which would mean null; write null, or a value"),
     ("critic={lora: }", "lora is empty, which would mean null"),
+    ("reward.verifier=", "override 'reward.verifier=': reward.verifier is empty, which would"),
+    ("logging.wandb=''", "logging.wandb='': is empty; give a value, or null for none"),
+    ("model.reference=''", "model.reference='': is empty; give a value, or null"),
+    ("eval.sets={h: a} & eval={samples: 4}", "override 'eval={samples: 4}' would drop eval.sets, "
+     "which the file or an earlier override gives; write eval.samples=..., or give"),
+    ("critic={gamma: 0.9, lora: {rank: 4, alpha: 2}} & critic={gamma: 0.9, lora: {rank: 8}}",
+     "would drop critic.lora.alpha"),
     ("offline.rollouts=r & offline.behavior=m & behavior=engine",
      "behavior=engine: no effect with offline.behavior=m, which recomputes the log-probs"),
     ("objective={function: my_losses}",
@@ -173,7 +180,8 @@ FILES = [
     *((f"model: {{path: m}}\n{key}\n".encode(), f"run.yaml, line {line}: {name} is empty, which")
       for key, name, line in (("lora:", "lora", 2), ("critic:  # none", "critic", 2),
                               ("shaping:\n  overlong:", "overlong", 3),
-                              ("critic:\n  value_clip:", "value_clip", 3))),
+                              ("critic:\n  value_clip:", "value_clip", 3),
+                              ("reward: {verifier: }", "verifier", 2))),
     (b"model: {path: m}\n# caf\xe9\n", "run.yaml, line 2: byte 0xe9 is not UTF-8; save the"),
     (b"model:\n\tpath: m\n", "run.yaml, line 2: not valid YAML: a tab; indent with spaces"),
     (b"a: b\nmodel: {path: m\x07}\n", "run.yaml, line 2: not valid YAML: the character U+0007"),

@@ -77,6 +77,29 @@ def test_unused_setting_is_rejected(tmp_path):
         evaluation_config(str(tmp_path), ["new.jsonl"], ["trainer.epochs=2"])
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("rollout.temperature=0.1", "does not use this setting; set eval.temperature"),
+     ("rollout={temperature: 0.1}", "rollout.temperature: an evaluation does not use"),
+     ("rollout.top_k=8", "rollout.top_k: an evaluation does not use this setting; remove it"),
+     ("data.train=nowhere.jsonl", "data.train: an evaluation does not use this setting; set --d"),
+     ("eval.every=7", "eval.every: an evaluation does not use"),
+     ("parallel.stage_layers=[9]", "parallel.stage_layers: an evaluation does not use"),
+     ("eval.sets={c: new.jsonl}", "--data and eval.sets are both given")],
+)  # fmt: skip
+def test_settings_of_generation_in_training_are_rejected(tmp_path, override, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        evaluation_config(str(tmp_path), ["new.jsonl"], [override])
+
+
+@pytest.mark.parametrize("kind", [{"sft": {}}, {"critic": {}}])
+def test_run_with_one_response_to_each_prompt_is_evaluated(tmp_path, kind):
+    whole = {"parallel": {}, "trainer": {"steps": 3}, "rollout": {"responses_per_prompt": 1}}
+    build_run(tmp_path, **whole, **kind)
+    (tmp_path / "model").mkdir()
+    assert evaluation_config(str(tmp_path), ["new.jsonl"], []).eval.samples
+
+
 def test_evaluation_allows_more_processes_than_responses():
     config = evaluation_config("m", ["new.jsonl"], [])
     assert config.rollout.responses_per_prompt == 8
