@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_rl.commands.ending import fail, leave
-from megatron_rl.commands.options import Commands, add_command, count, option, overrides
+from megatron_rl.commands.options import Commands, add_command, count, option, overrides, positive
 from megatron_rl.errors import UserError
 from megatron_rl.runtime.processes import quiet_libraries
 
@@ -23,10 +23,10 @@ def add_parser(commands: Commands) -> None:
         option("--rank", "Ranks to simulate. Default: the first rank of the first, the middle and "
                "the last pipeline stage.", type=_ranks, metavar="R[,R...]"),
         option("--fit", "Memory of a device in GiB. Prints whether the run fits; if it does not, "
-               "exits with status 3 and suggests settings that fit.", type=float, metavar="GIB"),
+               "exits with status 3 and suggests settings that fit.", type=positive, metavar="GIB"),
         option("--host", "With --fit, memory of the host in GiB for each process: what the process "
                "pins there (optimizer states while the engine generates, the reference policy) "
-               "must fit too. Default: not compared.", type=float, metavar="GIB"),
+               "must fit too. Default: not compared.", type=positive, metavar="GIB"),
         option("--device", "Kind of device to simulate; decides kernel workspaces and the dtype "
                "chosen by trainer.dtype=auto. Default: %(default)s.",
                choices=("cuda", "cpu"), default="cuda"),
@@ -85,13 +85,15 @@ def _dry_run(config: "Config", options: argparse.Namespace) -> str:
     from megatron_rl.preflight.layout import check_layout
 
     processes = options.processes
+    if options.host is not None and options.fit is None:
+        raise UserError("--host: no effect without --fit; give both, or leave it out")
     check_layout(config, read_model_shape(config.model.path), world_size=processes)
     trainers, _ = config.sides(processes)
     ranks = options.rank or stage_ranks(config, trainers)
     for rank in ranks:
         if not 0 <= rank < trainers:
-            that = "processes" if trainers == processes else "processes that train"
-            raise UserError(f"--rank {rank}: there are {trainers} {that}; give 0 to {trainers - 1}")
+            that = "of --processes" if trainers == processes else "that train"
+            raise UserError(f"--rank {rank}: the ranks {that} are 0 to {trainers - 1}; give these")
     device_bytes = None if options.fit is None else int(options.fit * 2**30)
     host_bytes = None if options.host is None else int(options.host * 2**30)
     results = []

@@ -12,6 +12,7 @@ from megatron_rl.config import Config, ConfigError, parse_config, with_absolute_
 from megatron_rl.config.loading import apply_override, read_mapping, value_at
 from megatron_rl.config.sections import HUB_NAME, ColumnsSection, expand_path
 from megatron_rl.preflight.hub_names import resolve_hub_names
+from megatron_rl.preflight.resources import find_writable
 from megatron_rl.runtime.joining import join_processes, share_cores
 from megatron_rl.runtime.launcher import start_processes
 from megatron_rl.runtime.processes import (
@@ -201,6 +202,7 @@ def _start(
     check_installed()
     if output.exists():
         raise ConfigError(f"--output: {output.absolute()} exists; name a new folder")
+    find_writable(output.parent, key="--output")
     config = _with_output(config, output)  # validates the name
     world_size = config.parallel.data or max(cuda_devices(), config.rollout.tensor)
     share_cores(world_size)

@@ -1,6 +1,7 @@
 """Options of subcommands as tables."""
 
 import argparse
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +81,17 @@ def add_command(
             given.setdefault("action", _Once)
         parser.add_argument(*flag.split(), help=text, **given)
     parser.set_defaults(run=run, sets_environment=sets_environment)
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value
 
 
 def count(text: str) -> int:

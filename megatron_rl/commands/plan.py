@@ -2,17 +2,19 @@
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.commands.ending import leave, warn
 from megatron_rl.commands.options import Commands, add_command, count, option, overrides
 from megatron_rl.config import Config, ConfigError, apply_override, parse_config, read_config_values
+from megatron_rl.config.loading import value_at
 from megatron_rl.preflight.layout import too_long
 from megatron_rl.runtime.processes import quiet_libraries
 
@@ -32,6 +34,11 @@ LAYOUT_KEYS = {
     "trainer.recompute": "recompute",
     "trainer.tokens_per_micro_batch": "tokens",
 }
+NOT_PLANNED = {  # config keys of the layout, and what decides them
+    "parallel.data": "because it follows from --devices and the other sizes",
+    "parallel.virtual_stages": "because layouts are searched with one stage on each rank",
+    "parallel.stage_layers": "because layers are divided evenly",
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -44,18 +51,19 @@ def add_parser(commands: Commands) -> None:
                type=count, metavar="N"),
         option("--config", "YAML file of a run to start from.", metavar="FILE"),
         option("--mean-response", "Mean response length. Default: 45%% of the limit.",
-               type=int, metavar="TOKENS"),
-        option("--mean-prompt", "Mean prompt length. Default: 160.", type=int, metavar="TOKENS"),
+               type=count, metavar="TOKENS"),
+        option("--mean-prompt", "Mean prompt length. Default: 160.", type=count, metavar="TOKENS"),
         option("--turns", "Mean turns of a conversation. Default: environment.max_turns.",
                type=count, metavar="N"),
         option("--answer-seconds", "Seconds in which an environment answers a turn: their mean, "
                "and their 95th percentile, by default the mean. Default: 0.",
                type=_answers, metavar="MEAN[,P95]"),
-        option("--top", "Rows to print. Default: %(default)s.", type=int, default=10, metavar="N"),
+        option("--top", "Rows to print. Default: %(default)s.",
+               type=count, default=10, metavar="N"),
         option("--rejected", "Also list every rejected layout and the reason."),
         option("--write", "Write the config of the layout in --choice.", metavar="FILE"),
         option("--choice", "Row of the table to describe and write. Default: %(default)s.",
-               type=int, default=1, metavar="ROW"),
+               type=count, default=1, metavar="ROW"),
         overrides("trainer.epochs=4"),
         help="List the layouts of a model that fit, and their time per step.",
         description="List every layout of a model that fits a number of devices, fastest first, "
@@ -72,7 +80,7 @@ def _answers(text: str) -> tuple[float, float]:
         mean, p95 = map(float, text.split(",") if "," in text else (text, text))
     except ValueError:
         mean = p95 = -1.0
-    if mean < 0 or p95 < mean:
+    if not 0 <= mean <= p95 < math.inf:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a mean with a 95th percentile above it; write it as 60 or 60,180"
         )
@@ -100,8 +108,13 @@ def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.search import DryRuns, Planner, search, shares
 
     config, fixed = _read(options)
-    if options.write is not None and Path(options.write).exists():
-        raise ConfigError(f"--write {options.write}: the file exists; name another one")
+    if options.write is not None:
+        _check_new_file(Path(options.write))
+    if (options.mean_prompt or 0) > config.data.max_prompt_tokens:
+        raise ConfigError(
+            f"--mean-prompt {options.mean_prompt} is above data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens}; lower it, or raise the limit"
+        )
     device = find_device(options.device)
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
@@ -125,7 +138,7 @@ def _plan(options: argparse.Namespace) -> str:
         fixed["engine_ranks"] = (0, *shares(device, options.devices))
     with tempfile.TemporaryDirectory() as folder:
         planner = Planner(with_built_in_model(config, Path(folder)), shape, device, workload)
-        if any(each.startswith("rollout.gpu_memory_utilization=") for each in options.overrides):
+        if is_given(options.overrides, "rollout.gpu_memory_utilization"):
             planner = replace(planner, engine_share=config.rollout.gpu_memory_utilization)
         dry_runs = DryRuns(planner.config, folder=CACHE, workers=len(os.sched_getaffinity(0)))
         try:
@@ -182,6 +195,11 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     values = {} if options.config is None else read_config_values(options.config)
     for override in options.overrides:
         apply_override(values, override)
+    for key in NOT_PLANNED:
+        if is_given(options.overrides, key):
+            raise ConfigError(f"{key}: not planned, {NOT_PLANNED[key]}; leave it out")
+    if is_given(options.overrides, "model.path"):
+        raise ConfigError(f"model.path: the plan is of MODEL, {options.model}; leave it out")
     model = values.setdefault("model", {})
     if not model.get("path"):
         is_folder = Path(options.model).is_dir()
@@ -194,14 +212,28 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
 
         config, _ = resolve_epochs(config, echo=warn)
     fixed: dict[str, object] = {}
-    for override in options.overrides:
-        key = override.partition("=")[0]
-        if key in LAYOUT_KEYS:
+    for key, dimension in LAYOUT_KEYS.items():
+        if is_given(options.overrides, key):
             section, _, name = key.partition(".")
-            fixed[LAYOUT_KEYS[key]] = getattr(getattr(config, section), name)
+            fixed[dimension] = getattr(getattr(config, section), name)
     if config.parallel.engine_ranks is not None or "engine_ranks" in fixed:
         fixed["engine_ranks"] = _check_split(config, options.devices)
     return config, fixed
+
+
+def is_given(overrides: Sequence[str], key: str) -> bool:
+    """Return True if arguments `key=value` set a key, or a section with it."""
+    given: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(given, override)
+    return value_at(given, key) is not None
+
+
+def _check_new_file(file: Path) -> None:
+    if file.exists():
+        raise ConfigError(f"--write {file}: the file exists; name another one")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise ConfigError(f"--write {file}: {file.absolute().parent} is not a writable folder")
 
 
 def _check_split(config: Config, devices: int) -> int:

@@ -102,7 +102,10 @@ class Config(Section):
         if not (self.data.train or self.data.mix or self.offline.rollouts):
             problems.append("data.train: missing; give a .parquet, .jsonl or .csv file of prompts")
         if self.data.train and self.data.mix:
-            problems.append("data.train and data.mix are both set; move data.train into data.mix")
+            problems.append(
+                "data.train and data.mix are both set; move data.train into data.mix, or unset it "
+                "with data.train=''"
+            )
         if self.rollout.prompts_per_step % self.trainer.minibatches:
             problems.append(
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step} cannot be split into "
@@ -220,6 +223,8 @@ class Config(Section):
 
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
+        if metric in ("true", "false"):
+            return [f"trainer.keep_best='{metric}' is a text; write {metric} without quotes"]
         if metric is False or (metric is True and self.eval.sets):
             return []
         if metric is True:

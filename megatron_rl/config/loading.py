@@ -71,7 +71,9 @@ def read_mapping(
             keep_texts(node, model)
         values = {} if node is None else _construct(node)
     except RecursionError:
-        raise ConfigError(f"{path}: an alias (*) refers to itself; remove it") from None
+        raise ConfigError(
+            f"{path}: an alias (*) refers to itself, or nesting is too deep; remove it"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigError(_describe(error, path)) from None
     if not isinstance(values or {}, dict):

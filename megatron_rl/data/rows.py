@@ -40,6 +40,7 @@ SOURCE = "data_source"
 _ROWS_AT_ONCE = 4096  # a whole large file as objects is too much
 BAD_ROW_CURE = "repair it, or leave such rows out by data.bad_rows=skip"
 FIRST_ROWS = 1000  # that a command checks before it starts a run
+LONGEST = 4000  # digits of a number
 _TEXTS_OF_NAN = ("nan", "NaN", "<NA>")  # str() of a missing number in pandas
 _LFS = b"version https://git-lfs"
 PROMPT = ColumnsSection().prompt  # the default column
@@ -260,7 +261,7 @@ def parse_row(
 
 
 def parse_answer(value: Any) -> str | None:
-    """Return a ground truth as text; None if it is neither a text nor a finite number.
+    """Return a ground truth as text; None if it is no text and no number of a usual size.
 
     Numbers have no exponent and no zeros at the end: 72.0 is `72`, and 1e16 a 1 with 16 zeros.
     """
@@ -276,6 +277,8 @@ def parse_answer(value: Any) -> str | None:
         return None
     written = value.text if isinstance(value, _Written) else repr(value)
     number = Decimal(written) if isinstance(value, float) else value
+    if abs(number.adjusted()) > LONGEST:
+        return None
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text
@@ -435,7 +438,9 @@ def _read_lines(path: Path) -> Iterator[tuple[int, PlainRow]]:
                 continue
             try:
                 text = line.encode("utf-8", "surrogateescape").decode("utf-8-sig")
-                row = json.loads(text, object_pairs_hook=_unique_keys, parse_float=_Written)
+                row = json.loads(
+                    text, object_pairs_hook=_unique_keys, parse_float=_Written, parse_int=_whole
+                )
             except (ValueError, RecursionError) as error:
                 row = ValueError(f"{name_row(path, number)} is not JSON: {error}")
             if not isinstance(row, dict | ValueError):
@@ -452,6 +457,14 @@ class _Written(float):
         return number
 
     text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _whole(text: str) -> int | str:
+    """Return a whole number, or its digits where Python converts no number of so many."""
+    return int(text) if len(text) <= LONGEST else text
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, PlainRow]]:
@@ -520,8 +533,14 @@ def _check_columns(
         likely = _likely([name for name in names if name != known], _ANSWERS, "answer")
         raise UserError(
             f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}: set, as an "
-            f"example, {setting}={{prompt: {known}, {further}: {likely}}} (docs/prompts.md)"
+            f"example, {setting}={{prompt: {_quoted(known)}, {further}: {_quoted(likely)}}} "
+            "(docs/prompts.md)"
         )
+
+
+def _quoted(name: str) -> str:
+    """Write a name in YAML, in quotes if it may need them, as one with spaces around it."""
+    return name if re.fullmatch(r"[\w.-]+", name) else "'" + name.replace("'", "''") + "'"
 
 
 # Usual names of columns, for the example of an error alone.

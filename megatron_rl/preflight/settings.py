@@ -366,7 +366,9 @@ def _file_problems(config: Config, files: Mapping[str, tuple[str, ColumnsSection
                 bad_rows=config.data.bad_rows,
                 system_prompt=config.data.system_prompt,
                 conversations=key in config.conversation_files,
-                setting="data.columns" if key == "data.train" else f"{key}.columns",
+                setting="data.columns"
+                if key == "data.train"
+                else f"{key.replace('--data ', 'eval.sets.')}.columns",
             )
         except ValueError as error:
             problems.append(f"{key}: {error}")

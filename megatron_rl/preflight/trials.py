@@ -153,7 +153,10 @@ def _exit_hint(head: str) -> str:
     if "exit status" in head:
         return ": it ended its process (sys.exit, os._exit, or a crash); return a reward instead"
     if "did not start in" in head:
-        return ": importing its module does not finish; move slow work into the function"
+        return (
+            ": importing its module does not finish, or the machine is overloaded; move slow work "
+            "into the function"
+        )
     return ""
 
 

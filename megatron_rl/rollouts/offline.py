@@ -248,14 +248,27 @@ def check_logprobs(batches: Sequence[RolloutBatch]) -> None:
         )
 
 
+# Settings that are read where an engine generates and a verifier grades.
+UNUSED = (
+    *(f"data.{name}" for name in ("train", "mix", "columns", "too_long", "bad_rows")),
+    *(f"reward.{name}" for name in ("verifier", "on_error", "batch_size")),
+    *(f"rollout.{name}" for name in ("stop", "stop_token_ids", "max_num_seqs", "engine")),
+    "workers.variables",
+    "lora.push",
+)
+
+
 def describe_unused(config: Config) -> str:
-    """Name settings of rewards and responses, which the files already have; empty without any."""
-    given = {
-        "reward.verifier": config.reward.verifier,
-        "rollout.stop": config.rollout.stop,
-        "rollout.stop_token_ids": config.rollout.stop_token_ids,
-    }
-    names = [name for name, value in given.items() if value]
+    """Name given settings of prompts, rewards and responses, which the files already have."""
+    names = []
+    for key in UNUSED:
+        section, _, name = key.partition(".")
+        settings = getattr(config, section)
+        default = settings and type(settings).model_fields[name].get_default(
+            call_default_factory=True
+        )
+        if settings is not None and getattr(settings, name) != default:
+            names.append(key)
     if not names:
         return ""
     return f"; no effect: {', '.join(names)} (rewards and responses come from the files)"

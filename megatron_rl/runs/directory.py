@@ -192,9 +192,11 @@ class RunDirectory:
 
     def check_inputs(self, config: Config) -> list[str]:
         """Return a line for each accepted change of an input; raise ConfigError for any other."""
-        if not self.has_started() or config.run.resume == "never":
-            return []
         accepted, run = config.run.accept_changes, str(self.path)
+        if not self.has_started() or config.run.resume == "never":
+            if accepted:
+                inputs.check_names(accepted, inputs.read_inputs(config))
+            return []
         before, now = self._inputs(config)
         lines = inputs.check_changes(before, now, accepted=accepted, run=run)
         return lines + inputs.describe_renamed(before, now)

@@ -127,12 +127,17 @@ def describe_renamed(before: Inputs, now: Inputs) -> list[str]:
     ]  # fmt: skip
 
 
-def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: str) -> list[str]:
-    """Return a line for each accepted change; raise ConfigError for other changes."""
+def check_names(accepted: Sequence[str], now: Inputs) -> None:
+    """Raise ConfigError if `run.accept_changes` names what is no input of the run."""
     if unknown := [key for key in accepted if key not in now]:
         raise ConfigError(
             f"run.accept_changes: {unknown[0]} is no input of this run; it has {', '.join(now)}"
         )
+
+
+def check_changes(before: Inputs, now: Inputs, *, accepted: Sequence[str], run: str) -> list[str]:
+    """Return a line for each accepted change; raise ConfigError for other changes."""
+    check_names(accepted, now)
     changed = changed_inputs(before, now)
     lines = [f"{key}={now[key].name}: {change}" for key, change in changed.items()]
     if refused := [key for key in changed if key not in accepted]:

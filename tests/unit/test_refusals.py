@@ -186,7 +186,7 @@ FILES = [
     (b"model:\n\tpath: m\n", "run.yaml, line 2: not valid YAML: a tab; indent with spaces"),
     (b"a: b\nmodel: {path: m\x07}\n", "run.yaml, line 2: not valid YAML: the character U+0007"),
     (b"model: {path: m\nseed: 1\n", "run.yaml, line 2: not valid YAML: while parsing a flow"),
-    (b"a: &x {b: *x}\n", "run.yaml: an alias (*) refers to itself; remove it"),
+    (b"a: &x {b: *x}\n", "run.yaml: an alias (*) refers to itself, or nesting is"),
     (b"defaults: &d\n  steps: 1\nmodel.path: m\ndata.train: t\ntrainer: *d\n",
      "  defaults: unknown key; an anchor (&) belongs to a setting: write it where its value is "
      "used first, and refer to it (*) from then on (run.yaml, line 1)"),

@@ -225,7 +225,10 @@ def require_fit(result: Search, planner: Planner) -> None:
     where = f"on {result.devices} x {result.device.name}"
     if not too_large:
         reasons = {each.reason for each in result.rejected}
-        why = "; ".join(sorted(reasons)[:4]) or "their product is not the number of devices"
+        why = "; ".join(sorted(reasons)[:4]) or (
+            "the product of the given sizes (parallel.*, rollout.tensor) does not divide the "
+            "number of devices; change one of them, or --devices"
+        )
         raise UserError(f"no layout divides the model {where}: {why}")
     smallest = min(too_large, key=lambda each: each.needed)
     fewest = _at_least(planner, result.devices, result.device)

@@ -313,6 +313,7 @@ def test_conversations_need_no_columns_of_evaluation_sets(tmp_path):
         ("123456789012345678.5", "123456789012345678.5"), ("1.50", "1.5"), ("1e5", "100000"),
         ("12345678901234567890.0", "12345678901234567890"), ("-0.0", "0"), ("1e400", None),
         ("NaN", None), ("0.1000000000000000055", "0.1000000000000000055"),
+        ("1e-99999999", None), ("7" * 5000, "7" * 5000),
     ],
 )  # fmt: skip
 def test_numbers_of_lines_keep_their_digits(tmp_path, written, text):
@@ -323,7 +324,9 @@ def test_numbers_of_lines_keep_their_digits(tmp_path, written, text):
             parse(path)
     else:
         assert parse(path)[0].ground_truth == text
-        assert json.loads(json.dumps(next(read_rows(path, COLUMNS))[1]))["answer"] == float(written)
+        if len(text) < 4300:  # Python converts no longer ones
+            row = json.loads(json.dumps(next(read_rows(path, COLUMNS))[1]))
+            assert row["answer"] == float(written)
 
 
 @pytest.mark.parametrize(

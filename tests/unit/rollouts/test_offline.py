@@ -252,10 +252,12 @@ def test_words_for_the_end_and_columns_of_other_programs(tmp_path, monkeypatch):
 
 
 def test_settings_that_the_files_leave_without_effect_are_named(tmp_path):
-    given = {"reward": {"verifier": "a:b"}, "rollout": {"stop": ["end"]}}
+    given = {"reward": {"verifier": "a:b"}, "rollout": {"stop": ["end"], "max_num_seqs": 9},
+             "data": {"train": "t.jsonl"}, "workers": {"variables": ["KEY"]}}  # fmt: skip
     line = offline.describe_unused(config(tmp_path, **given))
     assert line == (
-        "; no effect: reward.verifier, rollout.stop (rewards and responses come from the files)"
+        "; no effect: data.train, reward.verifier, rollout.stop, rollout.max_num_seqs, "
+        "workers.variables (rewards and responses come from the files)"
     )
     assert not offline.describe_unused(config(tmp_path))
 

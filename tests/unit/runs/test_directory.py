@@ -439,7 +439,8 @@ def test_other_releases_than_at_the_last_start_are_named(tmp_path):
     assert directory.describe_releases() is None
     starts = directory.path / "starts.jsonl"
     row = json.loads(starts.read_text())
-    assert {"megatron_rl", "torch", "vllm", "megatron-core", "transformers"} == set(row["releases"])
+    names = {"megatron_rl", "python", "torch", "vllm", "megatron-core", "transformers"}
+    assert set(row["releases"]) == names
     row["releases"]["torch"] = "1.0"
     starts.write_text(json.dumps(row) + "\n")
     assert "torch 1.0 -> " in directory.describe_releases()
