@@ -196,6 +196,32 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
+            "data.date": (
+                self.data.template == "raw" and self.data.date is not None,
+                "data.template=raw, which uses no chat template",
+            ),
+            "data.columns.completion": (
+                self.sft is None and self.data.columns.completion != "completion",
+                "rollouts; it is of sft",
+            ),
+            **{
+                f"eval.{name}": (
+                    not self.eval.sets and getattr(self.eval, name) != getattr(EvalSection(), name),
+                    "no eval.sets",
+                )
+                for name in ("samples", "temperature", "top_p")
+            },
+            **{
+                key: (
+                    self.sft is not None and not self.eval.sets and is_given,
+                    "sft without eval.sets, which generates and grades nothing",
+                )
+                for key, is_given in {
+                    "reward": self.reward != RewardSection(),
+                    "workers": self.workers != WorkersSection(),
+                    "lora.push": self.lora is not None and self.lora.push != LoraSection().push,
+                }.items()
+            },
             f"reward.weights={self.reward.weights}": (
                 self.offline.rollouts is not None and self.reward.weights,
                 "offline.rollouts, whose column reward has the sums",
@@ -663,6 +689,7 @@ def sft_problems(config: Config) -> list[str]:
         "objective.name": (config.objective.name, "sft"),
         "advantage.estimator": (config.advantage.estimator, "raw"),
         "advantage.shift": (config.advantage.shift, 0.0),
+        "advantage.credit": (config.advantage.credit, "response"),
     }
     return [
         f"{key}={value}: has no meaning with sft, which trains given answers; unset {key}, or sft"

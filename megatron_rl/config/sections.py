@@ -136,9 +136,9 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 PATTERNS = {  # rules of names, in words
     r"^[A-Za-z]\w*$": "must be letters, digits and _, and start with a letter",
-    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": (
-        "must be a file name of letters, digits, '.', '_' and '-', which starts with a letter or a "
-        "digit"
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$": (
+        "must be a file name of at most 200 letters, digits, '.', '_' and '-', which starts with a "
+        "letter or a digit"
     ),
     r"^\w+$": "must be letters, digits and _",
 }

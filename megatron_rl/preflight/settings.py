@@ -243,12 +243,12 @@ def _same_shape(
 def _top_k_problems(config: Config, shape: ModelShape | None) -> list[str]:
     spec = config.objective.choice
     kl = spec.kl if isinstance(spec, ObjectiveSpec) else None
-    if kl is None or kl.top_k is None or shape is None or kl.top_k < shape.vocab_size:
-        return []
+    sizes = {"objective.kl.top_k": kl and kl.top_k, "rollout.top_k": config.rollout.top_k}
     return [
-        f"objective.kl.top_k={kl.top_k}: {config.model.path} has a vocabulary of "
-        f"{shape.vocab_size} tokens, so that none would be left; give less, or unset it to compare "
-        "all tokens"
+        f"{key}={size}: {config.model.path} has a vocabulary of {shape.vocab_size} tokens, so that "
+        "none would be left; give less, or unset it for all tokens"
+        for key, size in sizes.items()
+        if shape is not None and size is not None and size >= shape.vocab_size
     ]
 
 
