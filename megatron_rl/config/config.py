@@ -206,7 +206,8 @@ class Config(Section):
             ),
             **{
                 f"eval.{name}": (
-                    not self.eval.sets and getattr(self.eval, name) != getattr(EvalSection(), name),
+                    "sets" not in self.eval.model_fields_set
+                    and getattr(self.eval, name) != getattr(EvalSection(), name),
                     "no eval.sets",
                 )
                 for name in ("samples", "temperature", "top_p")
