@@ -122,6 +122,30 @@ def assign_packs(
         micro_batches += multiple
 
 
+class Assignment(NamedTuple):
+    """The packs of every rank."""
+
+    packs: list[list[list[int]]]  # of each rank: packs of rollouts
+    cost: float  # of the rank that has the most
+    shared: frozenset[int]  # rollouts whose common beginnings are computed once
+
+
+def _assign(
+    items: Sequence[Item], *, budget: int, ranks: int, multiple: int, by_cost: bool = True
+) -> Assignment:
+    """Assign items as `assign_packs` does; by_cost: ranks get equal costs instead of rows."""
+    assigned = assign_packs(
+        [item.rows for item in items], budget=budget, ranks=ranks, multiple=multiple,
+        weights=[item.cost for item in items] if by_cost else None,
+    )  # fmt: skip
+    return Assignment(
+        [[[index for i in pack for index in items[i].rollouts] for pack in own]
+         for own in assigned],
+        max(sum(items[i].cost for pack in own for i in pack) for own in assigned),
+        frozenset(index for item in items if item.is_shared for index in item.rollouts),
+    )  # fmt: skip
+
+
 def share_packs(
     rollouts: Sequence[Rollout],
     packed: Sequence[int],
@@ -131,45 +155,29 @@ def share_packs(
     budget: int,
     ranks: int,
     multiple: int,
-) -> tuple[list[list[list[int]]], frozenset[int]]:
+) -> Assignment:
     """Assign the rollouts at `packed` as `assign_packs` does, those that begin alike together.
 
-    Also returns the rollouts whose common beginnings are computed once. Of several ways to cut
-    the items the one with the least cost of the rank that has the most; none is cut at all if
-    sharing saves less than SAVED.
+    Of several ways to cut the items the one with the least cost; none is cut at all if sharing
+    saves less than SAVED.
     """
     lengths = [sequence_lengths(rollouts[index]) for index in packed]
     apart = dense_items(packed, lengths, alignment=alignment, sharing=sharing)
     budget = max([budget, *(item.rows for item in apart)])
+    assign = partial(_assign, budget=budget, ranks=ranks, multiple=multiple)
+    dense = assign(apart, by_cost=False)
+
     share = -(-sum(item.rows for item in apart) // ranks)
-    rooms = {budget, *(min(budget, max(1, share // parts)) for parts in (1, 2, 4, 8))}
-    ways: list[list[Item]] = [
+    largest = {budget, *(min(budget, max(1, share // parts)) for parts in (1, 2, 4, 8))}
+    ways = [
         plan_items(
-            rollouts, packed, lengths, alignment=alignment, budget=room, sharing=sharing
+            rollouts, packed, lengths, alignment=alignment, budget=rows, sharing=sharing
         )
-        for room in sorted(rooms, reverse=True)
+        for rows in sorted(largest, reverse=True)
     ]  # fmt: skip
-
-    def assign(items: list[Item]) -> tuple[float, list[list[list[int]]]]:
-        assigned = assign_packs(
-            [item.rows for item in items], budget=budget, ranks=ranks, multiple=multiple,
-            weights=[item.cost for item in items],
-        )  # fmt: skip
-        most = max(sum(items[i].cost for pack in own for i in pack) for own in assigned)
-        packs = [[[index for i in pack for index in items[i].rollouts] for pack in own]
-                 for own in assigned]  # fmt: skip
-        return most, packs
-
-    tried = [(*assign(items), items) for items in ways]
-    cost, packs, items = min(tried, key=lambda one: one[0])
-    by_length = assign_packs(
-        [item.rows for item in apart], budget=budget, ranks=ranks, multiple=multiple
-    )
-    now = max(sum(apart[i].cost for pack in own for i in pack) for own in by_length)
-    if not sharing.always and cost > (1 - SAVED) * now:
-        return [[[packed[i] for i in pack] for pack in own] for own in by_length], frozenset()
-    shared = (index for item in items if item.is_shared for index in item.rollouts)
-    return packs, frozenset(shared)
+    together = min(map(assign, ways), key=lambda one: one.cost)
+    is_worth_it = sharing.always or together.cost <= (1 - SAVED) * dense.cost
+    return together if is_worth_it else dense
 
 
 def plan_minibatches(
@@ -211,11 +219,9 @@ def plan_minibatches(
             )
             own = [[packed[i] for i in pack] for pack in packs[topology.dp_rank]]
         else:
-            packs, together = share_packs(
-                rollouts, packed, sharing=sharing, alignment=alignment, **room
-            )
-            own = packs[topology.dp_rank]
-            shared |= together
+            assigned = share_packs(rollouts, packed, sharing=sharing, alignment=alignment, **room)
+            own = assigned.packs[topology.dp_rank]
+            shared |= assigned.shared
         sizes = [rollouts[i].response.length for i in span if counted is None or counted[i]]
         denominators = Denominators(
             responses=float(max(1, sum(size > 0 for size in sizes))),

@@ -250,11 +250,11 @@ def group(index, prompt, lengths):
 
 
 def assigned(rollouts, sharing, *, budget, ranks=1):
-    packs, shared = packing.share_packs(
+    found = packing.share_packs(
         rollouts, range(len(rollouts)), sharing=sharing, alignment=1, budget=budget, ranks=ranks,
         multiple=1,
     )  # fmt: skip
-    return [sorted(pack) for own in packs for pack in own], shared
+    return [sorted(pack) for own in found.packs for pack in own], found.shared
 
 
 def test_groups_stay_whole_where_they_fit_and_are_cut_evenly_otherwise():
