@@ -136,7 +136,7 @@ def _assign(
     """Assign items as `assign_packs` does; by_cost: ranks get equal costs instead of rows."""
     assigned = assign_packs(
         [item.rows for item in items], budget=budget, ranks=ranks, multiple=multiple,
-        weights=[item.cost for item in items] if by_cost else None,
+        weights=[item.cost for item in items] if by_cost else (),
     )  # fmt: skip
     return Assignment(
         [[[index for i in pack for index in items[i].rollouts] for pack in own]

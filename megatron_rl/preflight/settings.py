@@ -243,7 +243,7 @@ def _same_shape(
 def _top_k_problems(config: Config, shape: ModelShape | None) -> list[str]:
     spec = config.objective.choice
     kl = spec.kl if isinstance(spec, ObjectiveSpec) else None
-    sizes = {"objective.kl.top_k": kl and kl.top_k, "rollout.top_k": config.rollout.top_k}
+    sizes = {"objective.kl.top_k": kl.top_k if kl else None, "rollout.top_k": config.rollout.top_k}
     return [
         f"{key}={size}: {config.model.path} has a vocabulary of {shape.vocab_size} tokens, so that "
         "none would be left; give less, or unset it for all tokens"
