@@ -360,14 +360,16 @@ def _check_known(word: str, known: Iterable[str], problem: str) -> None:
 # log w_L is about normal around 0 with a spread s between responses, so bounds of -s and +1.36 s
 # keep Phi(1.36) - Phi(-1) = 0.75 of the last tokens. 1.36 is the paper's high / low.
 HIGH_OVER_LOW = 9.5e-4 / 7e-4
+WIDEST = 0.2  # largest `low` that is suggested: research/docs/third-study.md
 
 
 def suggest_tolerances(choice: Spec, *, spread: float, length: float) -> dict[str, float] | None:
     """Suggest `low` and `high` for bounds on a mean of log-ratios; None for other objectives.
 
     spread: standard deviation of log w_L between responses of `length` tokens in the last epoch of
-    reuse (the metric `epoch_<k>/by_fraction/1.0/prefix_mean_log_std`). An unbounded side stays
-    unbounded. Numbers are rounded to the rule's accuracy, two digits.
+    reuse (the metric `epoch_<k>/by_fraction/1.0/prefix_mean_log_std`); above WIDEST a gate as wide
+    as it no longer restrains the policy. An unbounded side stays unbounded. Numbers are rounded to
+    the rule's accuracy, two digits.
     """
     if not isinstance(choice, ObjectiveSpec) or not isinstance(choice.constraint, Bounds):
         return None
@@ -376,7 +378,8 @@ def suggest_tolerances(choice: Spec, *, spread: float, length: float) -> dict[st
     bounds = choice.constraint
     # At the last position sqrt(L/t) is 1; a tolerance times t^p is widened or narrowed by L^p.
     at_the_end = length**bounds.power if bounds.power is not None else 1.0
-    sides = {"low": spread / at_the_end, "high": HIGH_OVER_LOW * spread / at_the_end}
+    low = min(spread, WIDEST) / at_the_end
+    sides = {"low": low, "high": HIGH_OVER_LOW * low}
     return {
         side: float(f"{value:.1e}")
         for side, value in sides.items()

@@ -13,7 +13,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.config import Config
 from megatron_rl.distributed.collectives import reduce_sum
 from megatron_rl.objectives import ObjectiveSpec
-from megatron_rl.objectives.named import suggest_tolerances
+from megatron_rl.objectives.named import WIDEST, suggest_tolerances
 from megatron_rl.objectives.spec import Bounds, distills_alone
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.types import Minibatch, TokenBatch
@@ -230,9 +230,11 @@ def describe_tolerances(metrics: Mapping[str, float], config: Config) -> str | N
     if better is None:
         return f"{seen}lower optimizer.learning_rate or trainer.epochs, or see {SECTION}"
     values = ", ".join(f"{side}: {value:g}" for side, value in better.items())
+    effect = "would keep three quarters or more of the last tokens"
+    if spread > WIDEST:
+        effect = "is the widest to try; lower optimizer.learning_rate or trainer.epochs too"
     return (
         f"{seen}tolerances belong to a response length and a learning rate. log w has a spread of "
         f"{spread:.2g} between these responses of {length:.0f} tokens, so "
-        f"objective.constraint='{{{values}}}' would keep three quarters or more of "
-        f"the last tokens{after} ({SECTION})"
+        f"objective.constraint='{{{values}}}' {effect}{after} ({SECTION})"
     )

@@ -18,6 +18,9 @@ def test_suggestion_keeps_about_three_quarters():
 
 
 def test_tolerances_of_paper_match_its_spread():
+    for spread in (0.2, 0.59, 3.0):  # as wide as the policy moves, a gate gates nothing
+        found = suggest_tolerances(choose_objective("pnpo", {}), spread=spread, length=38)
+        assert found == {"low": 0.2, "high": 0.27}
     found = suggest_tolerances(choose_objective("pnpo", {}), spread=7e-4, length=5000)
     assert found == {"low": 7e-4, "high": 9.5e-4}
 
