@@ -171,6 +171,8 @@ def test_tolerances_of_other_lengths_are_answered_by_those_that_fit():
         assert words in text
     wide = tolerances(0.9999, objective={"name": "pnpo", "constraint": {"low": 0.2, "high": 0.3}})
     assert "left 99.99% of the tokens of step 1 unchanged" in wide and "low: 0.0049" in wide
+    far = tolerances(0.266, spread=0.59)
+    assert "low: 0.2, high: 0.27}' is the widest to try; lower optimizer.learning_rate" in far
     assert "rejected 73%" in tolerances(0.266, step=3, critic={"warmup_steps": 2})
 
 
