@@ -107,8 +107,6 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         values = _settings_of_run(folder)
         folder = folder / "model"
     values["model"] = {**values.get("model", {}), "path": str(folder)}
-    if data and any(one.lstrip("-").startswith("eval.sets=") for one in overrides):
-        raise ConfigError("--data and eval.sets are both given; name all sets in one of them")
     if data:
         named = list(map(_split_name, data))
         names = [name for name, _ in named]
@@ -118,15 +116,20 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
             )
         values.setdefault("eval", {})["sets"] = dict(named)
     for override in overrides:
-        before = {key: value_at(values, key) for key in UNREAD}
+        before = {key: value_at(values, key) for key in (*UNREAD, "eval.sets")}
+        sets = {*(before["eval.sets"] or {})}
         apply_override(values, override)
         _check_is_read(override)
+        if data and not sets <= {*(value_at(values, "eval.sets") or {})}:
+            raise ConfigError("--data and eval.sets are both given; name all sets in one of them")
         for key, instead in UNREAD.items():
             if value_at(values, key) != before[key]:
                 cure = f"set {instead}" if instead else "remove it"
                 raise ConfigError(f"{key}: an evaluation does not use this setting; {cure}")
     if not values.get("eval", {}).get("sets"):
         raise ConfigError(_describe_missing_data(folder))
+    if isinstance(columns := value_at(values, "data.columns"), dict):
+        columns.pop("completion", None)  # of an sft run
     # Values that satisfy the rules of a training config; an evaluation does not read them.
     unread: dict[str, dict[str, Any]] = {
         "data": {"train": "not read", "mix": {}},

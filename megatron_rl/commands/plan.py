@@ -198,8 +198,6 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
     for key in NOT_PLANNED:
         if is_given(options.overrides, key):
             raise ConfigError(f"{key}: not planned, {NOT_PLANNED[key]}; leave it out")
-    if is_given(options.overrides, "model.path"):
-        raise ConfigError(f"model.path: the plan is of MODEL, {options.model}; leave it out")
     model = values.setdefault("model", {})
     if not model.get("path"):
         is_folder = Path(options.model).is_dir()
@@ -222,18 +220,20 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
 
 
 def is_given(overrides: Sequence[str], key: str) -> bool:
-    """Return True if arguments `key=value` set a key, or a section with it."""
+    """Return True if arguments `key=value` set a key, or a section with it, also to null."""
     given: dict[str, Any] = {}
     for override in overrides:
         apply_override(given, override)
-    return value_at(given, key) is not None
+    section, _, name = key.rpartition(".")
+    return name in (value_at(given, section) or {})
 
 
 def _check_new_file(file: Path) -> None:
     if file.exists():
         raise ConfigError(f"--write {file}: the file exists; name another one")
-    if not os.access(file.absolute().parent, os.W_OK):
-        raise ConfigError(f"--write {file}: {file.absolute().parent} is not a writable folder")
+    folder = file.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"--write {file}: {folder} is not a writable folder")
 
 
 def _check_split(config: Config, devices: int) -> int:

@@ -36,7 +36,6 @@ from megatron_rl.config.sections import (
 from megatron_rl.objectives.spec import (
     FunctionSpec,
     can_reject,
-    distills_alone,
     needs_reference,
     uses_advantages,
 )
@@ -104,7 +103,7 @@ class Config(Section):
         if self.data.train and self.data.mix:
             problems.append(
                 "data.train and data.mix are both set; move data.train into data.mix, or unset it "
-                "with data.train=''"
+                "with \"data.train=''\""
             )
         if self.rollout.prompts_per_step % self.trainer.minibatches:
             problems.append(
@@ -234,20 +233,6 @@ class Config(Section):
             if is_unused
         ]
 
-    def _dynamic_sampling_problems(self) -> list[str]:
-        """List objectives and advantages to which a group of equal rewards does not mean 0."""
-        trains_equal = {
-            "advantage.estimator=raw": self.advantage.estimator == "raw",
-            f"advantage.shift={self.advantage.shift}": self.advantage.shift != 0,
-            "objective.advantage_coefficient=0": distills_alone(self.objective.choice),
-        }
-        return [
-            f"dynamic_sampling.rounds={self.dynamic_sampling.rounds} replaces groups whose rewards "
-            f"are all equal, which {setting} trains; unset one"
-            for setting, trains in trains_equal.items()
-            if trains
-        ]
-
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best
         if metric in ("true", "false"):
@@ -274,8 +259,6 @@ class Config(Section):
                 f"early_stopping.acceptance={self.early_stopping.acceptance}: no effect with "
                 f"objective.name={name}, which rejects no token; use early_stopping.kl, or unset it"
             )
-        if self.dynamic_sampling.rounds:
-            problems += self._dynamic_sampling_problems()
         if name == "oapl" and advantage.estimator != "optimal_value":
             problems.append(
                 f"objective.name=oapl needs the advantages R - V*, not advantage.estimator="

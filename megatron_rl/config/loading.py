@@ -220,8 +220,9 @@ def _is_empty(node: yaml.Node) -> bool:
 
 
 def _needs_word(kind: Any) -> bool:
-    """Return True where null turns something off and must be written."""
-    return NoneType in _kinds(kind)
+    """Return True where null turns something off and must be written; a mapping may be empty."""
+    kinds = _kinds(kind)
+    return NoneType in kinds and not any(get_origin(one) is dict for one in kinds)
 
 
 def kind_at(kind: Any, key: str) -> Any:
@@ -447,11 +448,22 @@ def _dropped(current: Any, value: Any, kind: Any) -> list[str]:
     is_section = any(map(_is_model, _kinds(kind)))
     if not (is_section and isinstance(current, dict) and isinstance(value, dict)):
         return []
-    lost = [name for name in current if name not in value]
+    lost = [
+        name for name in current if name not in value and current[name] != _default_at(kind, name)
+    ]
     for name in current.keys() & value.keys():
         inner = _dropped(current[name], value[name], kind_at(kind, name))
         lost += [f"{name}.{one}" for one in inner]
     return lost
+
+
+def _default_at(kind: Any, name: str) -> Any:
+    """Return the default of a section's setting, as nested plain values."""
+    for one in filter(_is_model, _kinds(kind)):
+        if name in one.model_fields:
+            default = one.model_fields[name].get_default(call_default_factory=True)
+            return default.model_dump() if isinstance(default, BaseModel) else default
+    return None
 
 
 def long_form(key: str, value: Any) -> Any:

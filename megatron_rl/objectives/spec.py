@@ -485,11 +485,11 @@ def distills_alone(spec: object) -> bool:
 
 
 def can_reject(spec: object) -> bool:
-    """Return True if an objective can reject tokens for the policy's distance from the behavior."""
+    """Return True if an objective can reject tokens, which `gate/acceptance` counts."""
     if not isinstance(spec, ObjectiveSpec):
         return False
     is_soft = isinstance(spec.constraint, Unconstrained | SoftGate | GammaKernel)
-    return not is_soft or spec.off_policy_mask is not None
+    return not is_soft or spec.off_policy_mask is not None or spec.negative == 0
 
 
 def check_constant(constant: float, aggregation: Aggregation) -> None:

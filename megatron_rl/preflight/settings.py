@@ -243,7 +243,10 @@ def _same_shape(
 def _top_k_problems(config: Config, shape: ModelShape | None) -> list[str]:
     spec = config.objective.choice
     kl = spec.kl if isinstance(spec, ObjectiveSpec) else None
-    sizes = {"objective.kl.top_k": kl.top_k if kl else None, "rollout.top_k": config.rollout.top_k}
+    rollout = config.rollout
+    # With top_p or min_p it bounds the ids that are recorded.
+    alone = rollout.top_k if rollout.top_p == 1 and rollout.min_p == 0 else None
+    sizes = {"objective.kl.top_k": kl.top_k if kl else None, "rollout.top_k": alone}
     return [
         f"{key}={size}: {config.model.path} has a vocabulary of {shape.vocab_size} tokens, so that "
         "none would be left; give less, or unset it for all tokens"

@@ -345,9 +345,8 @@ class RunDirectory:
         try:
             return load_config(self.config_file)
         except ConfigError as error:
-            what = (
-                "is empty" if not self.config_file.read_bytes().strip() else f"is damaged: {error}"
-            )
+            is_empty = not self.config_file.read_bytes().strip()
+            what = "is empty" if is_empty else f"is damaged, or has what is refused now: {error}"
             raise ConfigError(
                 f"{self.config_file}, which has the settings of the run, {what}; restore it, or "
                 "choose another run.name"

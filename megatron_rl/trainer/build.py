@@ -72,7 +72,7 @@ from megatron_rl.trainer.evaluation import (
     RemoteAnswers,
     SetAnswers,
 )
-from megatron_rl.trainer.learning_check import describe_slow_packs
+from megatron_rl.trainer.learning_check import describe_dynamic_sampling, describe_slow_packs
 from megatron_rl.trainer.loop import BatchSelector, Trainer
 from megatron_rl.trainer.recorder import Recorder
 from megatron_rl.trainer.startup import (
@@ -339,7 +339,8 @@ def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str
         unread += describe_unread(config.model.path, shape)
     if topology.rank == 0 and config.has_engine:
         unread.append(describe_generation_config(config.model.path, config.rollout))
-    return [_describe_layout(config, topology.world_size), describe_slow_packs(config), *unread]
+    warnings = describe_slow_packs(config), describe_dynamic_sampling(config)
+    return [_describe_layout(config, topology.world_size), *warnings, *unread]
 
 
 def _describe_layout(config: Config, world_size: int) -> str:

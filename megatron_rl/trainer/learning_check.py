@@ -133,6 +133,22 @@ def describe_slow_packs(config: Config) -> str | None:
     )
 
 
+def describe_dynamic_sampling(config: Config) -> str | None:
+    """Warning if groups that dynamic sampling replaces would be trained."""
+    trains_equal = {
+        "advantage.estimator=raw": config.advantage.estimator == "raw",
+        f"advantage.shift={config.advantage.shift}": config.advantage.shift != 0,
+        "objective.advantage_coefficient=0": distills_alone(config.objective.choice),
+    }
+    given = [setting for setting, trains in trains_equal.items() if trains]
+    if not config.dynamic_sampling.rounds or not given:
+        return None
+    return (
+        f"warning: dynamic_sampling.rounds={config.dynamic_sampling.rounds} replaces groups whose "
+        f"rewards are all equal, but with {given[0]} these are trained too; unset one"
+    )
+
+
 def describe_no_learning(
     batch: RolloutBatch, config: Config, *, has_learned: bool = False
 ) -> str | None:

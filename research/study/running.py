@@ -156,7 +156,8 @@ class StudyProgress:
     def note_end(self, run: PlannedRun, started: Started, status: int) -> bool:
         """Record the end of a run; returns True if it must be restarted."""
         has_started = status == 0 or _last_step(run) > self.steps_before[run.name]
-        self.failed_starts = 0 if has_started or status == INTERRUPTED else self.failed_starts + 1
+        if self.failed_starts < FAILED_STARTS and status != INTERRUPTED:
+            self.failed_starts = 0 if has_started else self.failed_starts + 1
         if status == INTERRUPTED and self.restarts[run.name] < RESTARTS:
             self.restarts[run.name] += 1
             self.echo(f"{run.name} ended early (status {status}): it is started again")
@@ -252,6 +253,7 @@ def run_study(
     output, is_passed_on = -math.inf, False
     while active or (waiting and not stop_requested.is_set()):
         if progress.failed_starts >= FAILED_STARTS:
+            progress.unfinished += [run.name for run in waiting]
             waiting.clear()
         for run in list(waiting):
             if stop_requested.is_set() or len(active) >= study.file.side_by_side:

@@ -596,8 +596,6 @@ OTHER_COMMANDS = [
     Case("a plan with a size that it decides",
          ("parallel.data: not planned, because it follows from --devices", "leave it out"),
          ("plan", "Qwen2.5-0.5B", "--devices", "8", "parallel={data: 2}")),
-    Case("a plan of two models", ("model.path: the plan is of MODEL, Qwen2.5-0.5B",),
-         ("plan", "Qwen2.5-0.5B", "--devices", "8", "model.path=model")),
     Case("prompts longer than their limit", ("--mean-prompt 99 is above data.max_prompt_tokens",),
          ("plan", "Qwen2.5-0.5B", "--devices", "8", "--mean-prompt", "99",
           "data.max_prompt_tokens=32")),

@@ -26,7 +26,7 @@ SHORT = (
     "trainer.epochs=2", "trainer.minibatches=2", "trainer.checkpoint_every=1",
     "optimizer.decay=constant", "optimizer.warmup_steps=0", "eval.every=3", "eval.samples=2",
     "logging.tensorboard=false", "logging.traced_responses=32", "run.resume=auto",
-    "advantage.credit=turn", "rollout.top_k=20", "rollout.min_p=0.01",
+    "advantage.credit=turn", "rollout.top_k=40", "rollout.min_p=0.01",
     "reward.verifier=tests.functional.sums:grade",  # only tried: the environments give rewards
 )  # fmt: skip
 ALL = (

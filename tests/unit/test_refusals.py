@@ -124,11 +124,6 @@ SETTINGS = [
     ("run.name=" + "a" * 201, "must be a file name of at most 200"),
     ("early_stopping.acceptance=0.9 & objective=sapo & trainer.epochs=2",
      "early_stopping.acceptance=0.9: no effect with objective.name=sapo"),
-    ("dynamic_sampling.rounds=2 & advantage.estimator=raw & advantage.shift=1",
-     "are all equal, which advantage.estimator=raw trains; unset one\n  dynamic_sampling.rounds=2"),
-    ("dynamic_sampling.rounds=2 & objective.advantage_coefficient=0 & "
-     "objective.kl={coefficient: 1, estimator: jsd} & model.reference=m",
-     "which objective.advantage_coefficient=0 trains"),
     ("shaping.overlong.buffer=21 & rollout.max_response_tokens=20",
      "shaping.overlong.buffer=21 is more than"),
     ("environment.name=a:B & environment.max_context_tokens=16 & data.max_prompt_tokens=16",

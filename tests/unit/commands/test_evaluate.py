@@ -85,7 +85,8 @@ def test_unused_setting_is_rejected(tmp_path):
      ("data.train=nowhere.jsonl", "data.train: an evaluation does not use this setting; set --d"),
      ("eval.every=7", "eval.every: an evaluation does not use"),
      ("parallel.stage_layers=[9]", "parallel.stage_layers: an evaluation does not use"),
-     ("eval.sets={c: new.jsonl}", "--data and eval.sets are both given")],
+     ("eval.sets={c: new.jsonl}", "--data and eval.sets are both given"),
+     ("eval={sets: {c: new.jsonl}}", "--data and eval.sets are both given")],
 )  # fmt: skip
 def test_settings_of_generation_in_training_are_rejected(tmp_path, override, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
@@ -94,10 +95,13 @@ def test_settings_of_generation_in_training_are_rejected(tmp_path, override, wor
 
 @pytest.mark.parametrize("kind", [{"sft": {}}, {"critic": {}}])
 def test_run_with_one_response_to_each_prompt_is_evaluated(tmp_path, kind):
-    whole = {"parallel": {}, "trainer": {"steps": 3}, "rollout": {"responses_per_prompt": 1}}
+    columns = {"prompt": "q"} | ({"completion": "reply"} if "sft" in kind else {})
+    whole = {"parallel": {}, "trainer": {"steps": 3}, "rollout": {"responses_per_prompt": 1},
+             "data": {"train": "t.jsonl", "columns": columns}}  # fmt: skip
     build_run(tmp_path, **whole, **kind)
     (tmp_path / "model").mkdir()
-    assert evaluation_config(str(tmp_path), ["new.jsonl"], []).eval.samples
+    given = evaluation_config(str(tmp_path), ["new.jsonl"], ["data.columns={prompt: p}"])
+    assert given.data.columns.prompt == "p"
 
 
 def test_evaluation_allows_more_processes_than_responses():

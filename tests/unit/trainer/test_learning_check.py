@@ -10,6 +10,7 @@ from megatron_rl.rollouts.groups import build_groups
 from megatron_rl.rollouts.rollout_batch import build_rollout_batch
 from megatron_rl.trainer.learning_check import (
     LearningCheck,
+    describe_dynamic_sampling,
     describe_no_learning,
     describe_slow_packs,
     describe_tolerances,
@@ -101,6 +102,16 @@ def test_equal_rewards_leave_the_divergence_to_be_learned():
     alone = {"name": "pnpo", "kl": kl, "advantage_coefficient": 0}
     config = make_config(objective=alone, model={"path": "m", "reference": "t"})
     assert describe_no_learning(batch, config) is None
+
+
+def test_dynamic_sampling_warns_where_groups_of_equal_rewards_are_trained():
+    twice = {"dynamic_sampling": {"rounds": 2}}
+    assert describe_dynamic_sampling(make_config(**twice)) is None
+    raw = {"advantage": {"estimator": "raw", "shift": 1.0}}
+    assert "with advantage.estimator=raw these" in describe_dynamic_sampling(
+        make_config(**twice, **raw)
+    )
+    assert describe_dynamic_sampling(make_config(**raw)) is None
 
 
 def test_packs_shorter_than_longest_sequence_give_warning():
