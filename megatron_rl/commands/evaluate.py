@@ -115,6 +115,8 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
                 f"--data: two sets are called {duplicates[0]}; name them, as --data NAME=FILE"
             )
         values.setdefault("eval", {})["sets"] = dict(named)
+    if isinstance(columns := value_at(values, "data.columns"), dict):
+        columns.pop("completion", None)  # of an sft run
     for override in overrides:
         before = {key: value_at(values, key) for key in (*UNREAD, "eval.sets")}
         sets = {*(before["eval.sets"] or {})}
@@ -128,8 +130,6 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
                 raise ConfigError(f"{key}: an evaluation does not use this setting; {cure}")
     if not values.get("eval", {}).get("sets"):
         raise ConfigError(_describe_missing_data(folder))
-    if isinstance(columns := value_at(values, "data.columns"), dict):
-        columns.pop("completion", None)  # of an sft run
     # Values that satisfy the rules of a training config; an evaluation does not read them.
     unread: dict[str, dict[str, Any]] = {
         "data": {"train": "not read", "mix": {}},

@@ -221,7 +221,7 @@ def _is_empty(node: yaml.Node) -> bool:
 
 def _needs_word(kind: Any) -> bool:
     """Return True where null turns something off and must be written; a mapping may be empty."""
-    kinds = _kinds(kind)
+    kinds = tuple(_kinds(kind))
     return NoneType in kinds and not any(get_origin(one) is dict for one in kinds)
 
 

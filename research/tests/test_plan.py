@@ -27,6 +27,18 @@ def plan(tmp_path, *overrides, **changes):
     return plan_study(StudyFile.model_validate(values | changes), list(overrides))
 
 
+FILES = sorted((Path(__file__).parents[1] / "configs").glob("study_*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_studies_of_this_repository_load(file):
+    if file.stem == "study_signs":  # its calibrated bounds are gone; `without_calibrated` loads it
+        with pytest.raises(ConfigError, match="no option 'reject_negative'"):
+            load_study(file, [])
+    else:
+        assert load_study(file, []).runs
+
+
 def test_plan_lists_all_points_seed_by_seed(tmp_path):
     study = plan(tmp_path)
     assert [run.name for run in study.runs] == [
