@@ -108,13 +108,6 @@ def _plan(options: argparse.Namespace) -> str:
     from megatron_rl.apps.planning.search import DryRuns, Planner, search, shares
 
     config, fixed = _read(options)
-    if options.write is not None:
-        _check_new_file(Path(options.write))
-    if (options.mean_prompt or 0) > config.data.max_prompt_tokens:
-        raise ConfigError(
-            f"--mean-prompt {options.mean_prompt} is above data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens}; lower it, or raise the limit"
-        )
     device = find_device(options.device)
     if options.per_node is not None:
         device = replace(device, per_node=options.per_node)
@@ -209,6 +202,13 @@ def _read(options: argparse.Namespace) -> tuple[Config, dict[str, object]]:
         from megatron_rl.preflight.start import resolve_epochs
 
         config, _ = resolve_epochs(config, echo=warn)
+    if options.write is not None:
+        _check_new_file(Path(options.write))
+    if (options.mean_prompt or 0) > config.data.max_prompt_tokens:
+        raise ConfigError(
+            f"--mean-prompt {options.mean_prompt} is above data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens}; lower it, or raise the limit"
+        )
     fixed: dict[str, object] = {}
     for key, dimension in LAYOUT_KEYS.items():
         if is_given(options.overrides, key):

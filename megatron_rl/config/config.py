@@ -149,7 +149,9 @@ class Config(Section):
         """List settings without effect in combination with others."""
         advantage, optimizer, stopping = self.advantage, self.optimizer, self.early_stopping
         estimator = f"advantage.estimator={advantage.estimator}"
-        unused = {  # setting: whether it has no effect, and what it has none with
+        unused: dict[
+            str, tuple[object, str]
+        ] = {  # setting: whether it has no effect, and what it has none with
             f"advantage.std={advantage.std}": (
                 advantage.std != "sample"
                 and advantage.estimator in ("leave_one_out", "optimal_value", "raw"),
@@ -166,10 +168,6 @@ class Config(Section):
             f"optimizer.min_learning_rate={optimizer.min_learning_rate}": (
                 optimizer.min_learning_rate and optimizer.decay == "constant",
                 "optimizer.decay=constant",
-            ),
-            "data.template_arguments": (
-                self.data.template == "raw" and self.data.template_arguments,
-                "data.template=raw, which uses no chat template",
             ),
             "early_stopping": (
                 self.trainer.epochs == 1 and (stopping.acceptance or stopping.kl),
@@ -195,12 +193,28 @@ class Config(Section):
                 )
                 for key, path in self.given_references.items()
             },
-            "data.date": (
-                self.data.template == "raw" and self.data.date is not None,
-                "data.template=raw, which uses no chat template",
+            f"reward.weights={self.reward.weights}": (
+                self.offline.rollouts is not None and self.reward.weights,
+                "offline.rollouts, whose column reward has the sums",
             ),
+            **self._unused_data_settings(),
+        }
+        return [
+            f"{setting}: no effect with {other}; unset one, or change the other"
+            for setting, (is_unused, other) in unused.items()
+            if is_unused
+        ]
+
+    def _unused_data_settings(self) -> dict[str, tuple[object, str]]:
+        template = "data.template=raw, which uses no chat template"
+        return {
+            "data.template_arguments": (
+                self.data.template == "raw" and self.data.template_arguments,
+                template,
+            ),
+            "data.date": (self.data.template == "raw" and self.data.date, template),
             "data.columns.completion": (
-                self.sft is None and self.data.columns.completion != "completion",
+                self.sft is None and self.data.columns.completion != ColumnsSection().completion,
                 "rollouts; it is of sft",
             ),
             **{
@@ -211,27 +225,19 @@ class Config(Section):
                 )
                 for name in ("samples", "temperature", "top_p")
             },
-            **{
-                key: (
-                    self.sft is not None and not self.eval.sets and is_given,
-                    "sft without eval.sets, which generates and grades nothing",
-                )
-                for key, is_given in {
-                    "reward": self.reward != RewardSection(),
-                    "workers": self.workers != WorkersSection(),
-                    "lora.push": self.lora is not None and self.lora.push != LoraSection().push,
-                }.items()
-            },
-            f"reward.weights={self.reward.weights}": (
-                self.offline.rollouts is not None and self.reward.weights,
-                "offline.rollouts, whose column reward has the sums",
-            ),
         }
-        return [
-            f"{setting}: no effect with {other}; unset one, or change the other"
-            for setting, (is_unused, other) in unused.items()
-            if is_unused
-        ]
+
+    def given(self, *keys: str) -> list[str]:
+        """Return those of `section.name` that have another value than their default."""
+        found = []
+        for key in keys:
+            name, _, setting = key.partition(".")
+            section = getattr(self, name)
+            if section is not None:
+                field = type(section).model_fields[setting]
+                default = field.get_default(call_default_factory=True)
+                found += [key] if getattr(section, setting) != default else []
+        return found
 
     def _best_problems(self) -> list[str]:
         metric = self.trainer.keep_best

@@ -424,12 +424,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
 def _check_nothing_is_dropped(values: dict[str, Any], key: str, value: Any, override: str) -> None:
     """Raise ConfigError if a mapping replaces a section of which other settings are given.
 
-    An objective is chosen as a whole.
+    An objective is chosen as a whole, and {} means all defaults.
     """
     current = value_at(values, key)
-    if key != "objective" and (lost := _dropped(current, value, kind_at(Config, key))):
+    if value and key != "objective" and (lost := _dropped(current, value, kind_at(Config, key))):
         names = ", ".join(f"{key}.{one}" for one in lost)
-        own = " ".join(f"{key}.{name}=..." for name in value) or f"nothing instead of {override}"
+        own = " ".join(f"{key}.{name}=..." for name in value)
         raise ConfigError(
             f"override {override!r} would drop {names}, which the file or an earlier override "
             f"gives; write {own}, or give them in it too"

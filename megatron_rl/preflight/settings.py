@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from megatron_rl.columns import COLUMNS
 from megatron_rl.config import Config, ConfigError
 from megatron_rl.config.sections import MATH_ANSWER, ColumnsSection, CriticSection, LoraSection
 from megatron_rl.data.hub import is_on_hub
@@ -35,7 +34,7 @@ from megatron_rl.preflight.resources import check_disk, find_writable
 from megatron_rl.rollouts.schedule import build_schedule
 from megatron_rl.runs.directory import RunDirectory
 from megatron_rl.runtime.processes import has_cuda, limit_problem
-from megatron_rl.types import PromptGroup, Response, TokenBatch
+from megatron_rl.types import ARRAY_NAMES, PromptGroup, Response, TokenBatch
 
 FP8_SIZES = 16  # Transformer Engine's `assert_dim_for_fp8_exec`
 
@@ -116,7 +115,7 @@ def evaluation_problems(
 
 
 # Names that an argument of a user's own loss cannot have.
-TAKEN = {"policy_logprobs", "divergence", "prompt", "verdict"} | {one.name for one in COLUMNS}
+TAKEN = {"policy_logprobs", "divergence", "advantage", "prompt", "verdict", *ARRAY_NAMES}
 TAKEN |= {each.name for kind in (Response, TokenBatch, PromptGroup) for each in fields(kind)}
 
 

@@ -260,15 +260,7 @@ UNUSED = (
 
 def describe_unused(config: Config) -> str:
     """Name given settings of prompts, rewards and responses, which the files already have."""
-    names = []
-    for key in UNUSED:
-        section, _, name = key.partition(".")
-        settings = getattr(config, section)
-        default = settings and type(settings).model_fields[name].get_default(
-            call_default_factory=True
-        )
-        if settings is not None and getattr(settings, name) != default:
-            names.append(key)
+    names = config.given(*UNUSED)
     if not names:
         return ""
     return f"; no effect: {', '.join(names)} (rewards and responses come from the files)"

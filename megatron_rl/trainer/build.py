@@ -332,6 +332,15 @@ def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLog
     return ModelLogprobs(ReferencePolicy(actor, config.offline.behavior))
 
 
+OF_REWARDS = (
+    "reward.verifier",
+    "reward.on_error",
+    "reward.weights",
+    "workers.variables",
+    "lora.push",
+)
+
+
 def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str | None]:
     """Describe the run, and what of it has no effect."""
     unread: list[str | None] = []
@@ -339,6 +348,8 @@ def _describe(config: Config, shape: ModelShape, topology: Topology) -> list[str
         unread += describe_unread(config.model.path, shape)
     if topology.rank == 0 and config.has_engine:
         unread.append(describe_generation_config(config.model.path, config.rollout))
+    if config.sft and not config.eval.sets and (unused := config.given(*OF_REWARDS)):
+        unread.append(f"no effect without eval.sets: {', '.join(unused)} (sft grades nothing)")
     warnings = describe_slow_packs(config), describe_dynamic_sampling(config)
     return [_describe_layout(config, topology.world_size), *warnings, *unread]
 

@@ -110,7 +110,7 @@ def test_validation_loss_is_that_of_transformers(whole, config):
 
 
 ADAPTERS = ("lora={rank: 4, alpha: 8}", "eval.sets={}", "optimizer.learning_rate=5.0e-3",
-            "parallel={context: 2}", "sft.turns=last")  # fmt: skip
+            "parallel={data: 1, context: 2}", "sft.turns=last")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,6 @@ SETTINGS = [
      "critic.lora cannot be combined with model.fp8"),
     ("early_stopping.kl=0.1 & trainer.epochs=1", "trainer.epochs=1"),
     ("eval.samples=4", "eval.samples: no effect with no eval.sets; unset one"),
-    ("sft={} & reward.on_error=zero", "reward: no effect with sft without eval.sets"),
     ("sft={} & advantage.credit=turn", "advantage.credit=turn: has no meaning with sft"),
     ("data.columns.completion=chosen", "completion: no effect with rollouts; it is of sft"),
     ("data.template=raw & data.date=2026-01-31", "data.date: no effect with data.template=raw"),

@@ -150,7 +150,9 @@ def test_rows_hold_stable_metrics(tmp_path):
 
 def test_greedy_evaluation_grades_one_response_per_prompt(tmp_path):
     config = make_config()
-    config = parse_config(config.model_dump() | {"eval": {"temperature": 0, "samples": 2}})
+    config = parse_config(
+        config.model_dump() | {"eval": {"temperature": 0, "samples": 2, "sets": {}}}
+    )
     prompts = [replace(PROMPTS[0], index=i, ground_truth=answer) for i, answer in enumerate("100")]
     clock, console = PhaseClock(), Console(is_main_rank=False)
     engine, grader = ScriptedEngine([]), Grader(ScriptedPool(), Topology.single())  # answers "0"
