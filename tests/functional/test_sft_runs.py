@@ -145,6 +145,8 @@ def test_adapters_under_context_parallelism_without_an_engine(adapters, config):
     assert rows[-1]["eval/held/loss"] < before
     assert not any(key.startswith("eval/sums") for row in rows for key in row)
     assert rows[-1]["sync/bytes_local"] == 0
+    unused = "no effect without eval.sets: reward.verifier (sft grades nothing)"
+    assert unused in (adapters / "log.txt").read_text()
     before = load_file(TASK / "model" / "model.safetensors")
     after = load_file(adapters / "model" / "model.safetensors")
     assert before.keys() == after.keys()
