@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import importlib.metadata
 import json
 import subprocess
 from dataclasses import replace
@@ -298,7 +299,7 @@ def test_dead_or_hanging_process_fails_only_its_rows(monkeypatch, tmp_path, caps
     details = {one["name"]: one["detail"] for one in report["rows"]}
     assert details["head"] == "its process exited with status -11"
     assert details["engine"] == "no answer in 477 s"
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == importlib.metadata.version("torch")
     assert "FAILED" in capsys.readouterr().out
 
 
