@@ -1,8 +1,8 @@
 """Every row of the GPU check fails on wrong results; tested on a CPU with fakes."""
 
 import argparse
-import itertools
 import importlib.metadata
+import itertools
 import json
 import subprocess
 from dataclasses import replace
