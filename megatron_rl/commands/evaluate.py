@@ -23,12 +23,8 @@ from megatron_rl.runtime.processes import (
 
 # Config sections taken from a run.
 FROM_RUN = ("seed", "data", "rollout", "reward", "environment", "workers", "eval")
-READ = (
-    *FROM_RUN,
-    "parallel",
-    "model.trust_remote_code",
-    "trainer.dtype",
-)  # settings that an evaluation reads, but for these, and what it reads instead
+# What an evaluation reads, and what of it it does not read, with what it reads instead.
+READ = (*FROM_RUN, "parallel", "model.trust_remote_code", "trainer.dtype")
 UNREAD = {
     "data.train": "--data",
     "data.mix": "--data",

@@ -33,12 +33,7 @@ from megatron_rl.config.sections import (
     TrainerSection,
     WorkersSection,
 )
-from megatron_rl.objectives.spec import (
-    FunctionSpec,
-    can_reject,
-    needs_reference,
-    uses_advantages,
-)
+from megatron_rl.objectives.spec import FunctionSpec, can_reject, needs_reference, uses_advantages
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "rollout": {"responses_per_prompt": 1},
@@ -149,9 +144,8 @@ class Config(Section):
         """List settings without effect in combination with others."""
         advantage, optimizer, stopping = self.advantage, self.optimizer, self.early_stopping
         estimator = f"advantage.estimator={advantage.estimator}"
-        unused: dict[
-            str, tuple[object, str]
-        ] = {  # setting: whether it has no effect, and what it has none with
+        # Of each setting whether it has no effect, and what it has none with.
+        unused: dict[str, tuple[object, str]] = {
             f"advantage.std={advantage.std}": (
                 advantage.std != "sample"
                 and advantage.estimator in ("leave_one_out", "optimal_value", "raw"),
@@ -206,6 +200,7 @@ class Config(Section):
         ]
 
     def _unused_data_settings(self) -> dict[str, tuple[object, str]]:
+        """Settings of prompts and evaluations, as in `_unused_settings`."""
         template = "data.template=raw, which uses no chat template"
         return {
             "data.template_arguments": (

@@ -332,6 +332,7 @@ def build_behavior_logprobs(config: Config, actor: MegatronActor) -> BehaviorLog
     return ModelLogprobs(ReferencePolicy(actor, config.offline.behavior))
 
 
+# What nothing reads where no engine generates.
 OF_REWARDS = (
     "reward.verifier",
     "reward.on_error",

@@ -171,12 +171,17 @@ class StudyProgress:
         else:
             self.failed.append(run.name)
             self.echo(f"{run.name} failed with status {status}: {started.log_file}")
-            if self.failed_starts == FAILED_STARTS:
-                self.echo(
-                    f"{FAILED_STARTS} runs in a row failed before their first step, so no further "
-                    "one is started; correct the cause, and start the study again"
-                )
         return False
+
+    def give_up(self, waiting: list[PlannedRun]) -> None:
+        """Leave all runs that have not started, if the last ones made no step."""
+        if waiting and self.failed_starts == FAILED_STARTS:
+            self.unfinished += [run.name for run in waiting]
+            waiting.clear()
+            self.echo(
+                f"{FAILED_STARTS} runs in a row failed before their first step, so no further one "
+                "is started; correct the cause, and start the study again"
+            )
 
     def end(self, *, is_interrupted: bool) -> int:
         """List the runs that are not done; returns the study's exit status."""
@@ -252,9 +257,7 @@ def run_study(
     active: dict[str, tuple[PlannedRun, Started]] = {}
     output, is_passed_on = -math.inf, False
     while active or (waiting and not stop_requested.is_set()):
-        if progress.failed_starts >= FAILED_STARTS:
-            progress.unfinished += [run.name for run in waiting]
-            waiting.clear()
+        progress.give_up(waiting)
         for run in list(waiting):
             if stop_requested.is_set() or len(active) >= study.file.side_by_side:
                 break
