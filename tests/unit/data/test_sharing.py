@@ -269,6 +269,17 @@ def test_groups_stay_whole_where_they_fit_and_are_cut_evenly_otherwise():
     assert sorted(map(len, packs)) == [4, 4]
 
 
+def test_ranks_get_equal_costs_not_equal_rows():
+    """By rows the shortest two would be divided: 7,000 rows for each rank."""
+    lengths = (6000, 3000, 3000, 1000, 1000)
+    rollouts = [one for place, length in enumerate(lengths) for one in group(place, 9, [length])]
+    found = packing.share_packs(
+        rollouts, range(5), sharing=ALWAYS, alignment=1, budget=9000, ranks=2, multiple=1
+    )
+    of_ranks = [sorted(index for pack in own for index in pack) for own in found.packs]
+    assert sorted(of_ranks) == [[0], [1, 2, 3, 4]]
+
+
 def test_auto_leaves_alone_what_gains_nothing():
     """Long responses behind a short prompt get the packs of before; short ones are shared."""
     auto = Sharing(1700.0, slowdown=1.15)
