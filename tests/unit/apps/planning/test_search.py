@@ -609,6 +609,15 @@ def test_command_plans_with_largest_expert_share_and_writes_a_row(tmp_path, own_
     assert load_config(tmp_path / "1.yaml").model.path == "models/Qwen3-30B-A3B"
 
 
+def test_sizes_are_kept_in_either_form():
+    for given in (
+        ["parallel={tensor: 2, context: 1}"],
+        ["parallel.tensor=2", "parallel.context=1"],
+    ):
+        config, fixed = plan_command._read(cli._parse(["plan", SMALL, "--devices", "8", *given]))
+        assert fixed == {"tensor": 2, "context": 1} and config.parallel.tensor == 2
+
+
 def test_ctrl_c_prints_the_layouts_that_were_measured(own_cache, dry_runs, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     calls, measure = [], DryRuns.run
