@@ -121,7 +121,7 @@ def evaluation_config(model: str, data: list[str] | None, overrides: list[str]) 
         if data and not sets <= {*(value_at(values, "eval.sets") or {})}:
             raise ConfigError("--data and eval.sets are both given; name all sets in one of them")
         for key, instead in UNREAD.items():
-            if value_at(values, key) != before[key]:
+            if value_at(values, key) not in (None, before[key]):
                 cure = f"set {instead}" if instead else "remove it"
                 raise ConfigError(f"{key}: an evaluation does not use this setting; {cure}")
     if not values.get("eval", {}).get("sets"):

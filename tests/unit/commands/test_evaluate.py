@@ -102,6 +102,9 @@ def test_run_with_one_response_to_each_prompt_is_evaluated(tmp_path, kind):
     (tmp_path / "model").mkdir()
     given = evaluation_config(str(tmp_path), ["new.jsonl"], ["data.columns={prompt: p}"])
     assert given.data.columns.prompt == "p"
+    # A mapping leaves out what the run's whole config has: that sets nothing.
+    sets = "eval={samples: 3, sets: {held: held.jsonl, other: other.jsonl}}"
+    assert evaluation_config(str(tmp_path), None, [sets]).eval.samples == 3
 
 
 def test_evaluation_allows_more_processes_than_responses():
